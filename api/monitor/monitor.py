@@ -75,8 +75,6 @@ from telemetry.state.membership import MembershipChange
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import (
-    BATCH,
-    BATCH_FAULTS,
     STEP_MS,
     STEP_TIMES,
     WAIT_MS,
@@ -242,8 +240,7 @@ class Monitor:
             self._read_samples()
             of_run = rank_tally(self.store.rank_states(info.run))
             of_run[("samples_stored",)] = sum(self.store.sample_counts(info.run).values())
-            # Faults of batches are those of the current run.
-            self._earlier.update({k: n for k, n in of_run.items() if k[0] != BATCH_FAULTS})
+            self._earlier.update(of_run)
         if known is None:
             since = self.clock() - KEPT_S
             self._history.note_minutes(minute_scores(self.store, runs, since))
@@ -474,9 +471,6 @@ class Monitor:
             migration=_progress_of(self._published, self._states, model),
             pace=self._pace(float(effective.get("step_time_budget", 0.0))),
             expert_curve=self._expert_curve(self._live.text("curve")),
-            # Alike on all ranks unless an engine is not.
-            batch="; ".join(sorted({str(one.detail.get(BATCH, "off")) for one in self._states}))
-            or "off",
             bytes_by_source={k[1]: n for k, n in of_ranks.items() if k[0] == "bytes_by_source"},
             experts_moved=of_ranks[("experts_moved",)],
             swap_pauses_ms=tuple(

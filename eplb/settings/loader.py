@@ -58,6 +58,9 @@ NAME, STATE_DIR, STORE = "deployment.name", "deployment.state_dir", "deployment.
 _REMOVED = {
     "samples have one version": "telemetry.sample_version",
     "plans use the load that was measured": "planner.forecast_weight",
+    "shares are those of the plan; a split of each batch lost on two GPUs": (
+        "batch.split batch.exchange"
+    ),
     "it is a constant; a change of the store wakes the controller earlier": "controller.poll_s",
     "it is a constant; every eighth KEEP of a reason is an event": "controller.keep_every_windows",
     "it is a constant of StageSettings, by the time that ordering a chunk was measured to take": (
