@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -163,8 +163,8 @@ def _against(name: str, one: dict[str, Any], base_name: str, base: dict[str, Any
     return text
 
 
-def table(result: dict[str, Any]) -> Table:
-    """Lay a summary out for the terminal."""
+def comparison_table(result: dict[str, Any]) -> TextTable:
+    """Lay a summary out."""
     title = (
         f"{result['trace']}: {counted(result['windows'], 'window')}, "
         f"{counted(result['layers'], 'layer')} x {result['experts']} experts on {result['slots']} "
@@ -177,10 +177,10 @@ def table(result: dict[str, Any]) -> Table:
         "An oracle looks at the window that it serves: a limit, not a competitor"
     )
     is_timed = any("step_us_mean" in one for one in result["policies"].values())
-    headings = ["mean", "p95", "worst", "plans", "experts", "GB", "ms"]
+    headings = ["policy", "mean", "p95", "worst", "plans", "experts", "GB", "ms"]
     headings += ["step us", "tok/s"] if is_timed else []
-    rows = ((policy, *_cells(one)) for policy, one in result["policies"].items())
-    return figures_table(title, "policy", headings, rows, caption)
+    rows = [(policy, *_cells(one)) for policy, one in result["policies"].items()]
+    return TextTable(headings, rows, title, caption)
 
 
 def _cells(one: dict[str, Any]) -> Cells:
@@ -199,24 +199,38 @@ def _cells(one: dict[str, Any]) -> Cells:
     ]
 
 
-def figures_table(
-    title: str, first: str, headings: Sequence[str], rows: Iterable[Cells], caption: str = ""
-) -> Table:
-    """A table for the terminal: a first column of names, the others of figures."""
-    grid = Table(
-        title=title or None,
-        title_justify="left",
-        caption=caption or None,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    grid.add_column(first, no_wrap=True)
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+MOST_BEFORE = 16  # rows of a table of a page that figures come after
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Rows of text: the first column is of names, on the left, the others of figures."""
+
+    headings: Cells
+    rows: Sequence[Cells]
+    title: str = ""
+    caption: str = ""
+
+    @property
+    def is_long(self) -> bool:
+        """On a page it comes after the figures."""
+        return len(self.rows) > MOST_BEFORE
+
+    def for_terminal(self, num_columns: int | None = None) -> Table:
+        """Give its first columns, or all, as a table for the terminal."""
+        grid = Table(
+            title=self.title or None,
+            title_justify="left",
+            caption=self.caption or None,
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            padding=0,
+        )
+        for number, heading in enumerate(self.headings[:num_columns]):
+            grid.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in self.rows:
+            grid.add_row(*row[:num_columns])
+        return grid
 
 
 FIGURES = {

@@ -371,7 +371,8 @@ def shadow(
         )
 
     def show() -> None:
-        print_plain(*([table(found)] if "engine" in found else []), *text_below(found))
+        tables = [table(found).for_terminal()] if "engine" in found else []
+        print_plain(*tables, *text_below(found))
 
     given.give(found, show)
     if "engine" not in found:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb.packages import needed_for
+from simulations.report import TextTable
 from telemetry.formats.bounded import write_atomically
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
@@ -65,8 +66,6 @@ dark.addEventListener("change", paint);
 addEventListener("load", paint);
 """
 MOST_MARKED = 12  # of an axis that counts
-MOST_BEFORE = 16  # rows of a table that figures come after
-Cells = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,6 @@ class Figure:
     title: str
     text: str
     figure: Any
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """Rows of text; the first column is on the left, numbers on the right."""
-
-    headings: Cells
-    rows: Sequence[Cells]
-
-    @property
-    def is_long(self) -> bool:
-        """It comes after the figures."""
-        return len(self.rows) > MOST_BEFORE
 
 
 @dataclass(frozen=True)
@@ -140,7 +126,8 @@ def _table(table: TextTable) -> str:
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
     )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    about = "".join(f"<p>{escape(text)}</p>" for text in (table.title, table.caption) if text)
+    return f'{about}<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _figure(one: Figure) -> str:

@@ -17,7 +17,6 @@ from eplb.errors import counted
 from simulations.pages.document import (
     Figure,
     ReportPage,
-    TextTable,
     colour_of,
     framed,
     graph_objects,
@@ -25,10 +24,10 @@ from simulations.pages.document import (
     marker_of,
     whole_numbers,
 )
-from simulations.recommend import Recommendation
+from simulations.recommend import Recommendation, batch_table, candidate_table
 from simulations.replay import Replay, Scenario
-from simulations.report import best_policy, text_of
-from simulations.sweep.results import Row
+from simulations.report import best_policy, comparison_table
+from simulations.sweep.results import Row, rows_table
 
 
 def comparison_page(
@@ -96,7 +95,7 @@ def comparison_page(
     return ReportPage(
         result["trace"],
         conclusions,
-        [_comparison_table(judged)],
+        [comparison_table(result)],
         figures,
         {"command": command} | _inputs(result),
     )
@@ -108,26 +107,6 @@ def _inputs(result: dict[str, Any]) -> dict[str, object]:
     found = {name.replace("_", " "): result[name] for name in (*names, *more)}
     floor, times = f"{result['noise_floor']:.4f}", result["experts_measured"]
     return found | {"imbalance by chance alone": floor, "expert times": times or "not asked for"}
-
-
-def _comparison_table(judged: dict[str, dict[str, Any]]) -> TextTable:
-    headings = ["policy", "mean imbalance", "p95", "p99", "worst layer", "rebalances"]
-    headings += ["experts moved", "GB moved", "tokens/s a rank"]
-    rows = [
-        (
-            policy,
-            f"{one['imbalance_mean']:.3f}",
-            text_of(one["imbalance_p95"]),
-            text_of(one["imbalance_p99"]),
-            f"{one['imbalance_max_layer']:.2f}",
-            str(one["rebalances"]),
-            f"{one['experts_moved']:,}",
-            f"{sum(one['bytes_by_link'].values()) / 1e9:,.1f}" if one["bytes_by_link"] else "-",
-            f"{one['tokens_per_s_per_rank']:.0f}" if "tokens_per_s_per_rank" in one else "-",
-        )
-        for policy, one in judged.items()
-    ]
-    return TextTable(headings, rows)
 
 
 def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
@@ -283,35 +262,12 @@ def recommendation_page(
     return ReportPage(
         f"What to deploy for {load}",
         answer.sentences(),
-        [_candidate_table(answer)],
+        [candidate_table(answer), *([batch_table(answer)] if answer.batches else [])],
         figures,
         {"command": command, "load": load, "expert times": expert_times},
         "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
         "take turns: two batches in a pipeline between them are not modelled.",
     )
-
-
-def _candidate_table(answer: Recommendation) -> TextTable:
-    headings = ["group", "slots a rank", "tokens/s a rank", "policy", "plan every"]
-    headings += [answer.question.unit, "KV GB", "imbalance", "step ms", "error of a step", "moves"]
-    rows = [
-        (
-            one.group,
-            str(one.slots_per_rank),
-            f"{one.tokens_per_s:.1f}",
-            one.policy,
-            str(one.interval) if one.interval else "never",
-            str(one.sequences),
-            f"{one.kv_bytes / 1e9:.1f}",
-            f"{one.imbalance:.3f}",
-            f"{one.step_us / 1000:.2f}",
-            "not known" if one.error is None else f"{one.error:.1%}",
-            f"{one.lost_part:.2%}",
-            *(f"{part / 1000:.2f}" for part in one.parts_us),
-        )
-        for one in answer.candidates
-    ]
-    return TextTable([*headings, "dispatch ms", "experts ms", "combine ms", "rest ms"], rows)
 
 
 def _by_batch(go: Any, answer: Recommendation, figure_of: str, x_title: str, y_title: str) -> Any:
@@ -345,8 +301,6 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> ReportPage:
     """
     go = graph_objects()
     judged = [row for row in rows if row.imbalance_mean is not None]
-    cells = [row.cells() for row in rows[:MOST_SHOWN]]
-    shown = [name for name in (cells[0] if cells else ()) if any(one[name] != "-" for one in cells)]
     figures = [
         Figure(
             "Gain against moves",
@@ -373,7 +327,7 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> ReportPage:
     return ReportPage(
         f"Sweep of {load}",
         conclusions(rows),
-        [TextTable(shown, [[one[name] for name in shown] for one in cells])],
+        [rows_table(rows, MOST_SHOWN)],
         figures,
         {"command": command, "load": load, "configurations": len(rows)},
     )

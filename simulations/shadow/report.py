@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from eplb.core.cost import NOMINAL_BYTES
 from eplb.core.load import sampling_noise
 from eplb.errors import counted
-from simulations.report import figures_table, percentile, text_of
+from simulations.report import TextTable, percentile, text_of
 from simulations.shadow.comparison import Account, Comparison, EngineSide, Variant
 
 SCHEMA = "eplb-shadow/1"
@@ -193,8 +192,8 @@ def _name(one: dict[str, Any], found: dict[str, Any]) -> str:
     return "ours, same slots" if same else f"ours, {one['redundant']} redundant"
 
 
-def table(found: dict[str, Any]) -> Table:
-    """Lay a report out for the terminal."""
+def table(found: dict[str, Any]) -> TextTable:
+    """Lay a report out."""
     windows = found["windows"]
     title = (
         f"{counted(windows['judged'], 'window')} judged of {windows['used']} used, "
@@ -207,14 +206,15 @@ def table(found: dict[str, Any]) -> Table:
         "move; experts, GB: to other ranks; s: of moves; net s: serving time won less moves, "
         "against the engine; KV GB: freed on a rank against the engine's slots"
     )
-    headings = ("mean", "p95", "worst", "plans", "experts", "GB", "s", "net s", "KV GB")
+    headings = ["placements", "mean", "p95", "worst", "plans", "experts"]
+    headings += ["GB", "s", "net s", "KV GB"]
     rows = [["engine", *_cells(found["engine"]), "-", "-"]]
     for one in found["ours"]:
         net, freed = one["net_seconds"], one["kv_bytes_freed_per_rank"]
         won = "-" if net is None else f"{net:+.1f}"
         memory = "-" if freed is None else f"{freed / 1e9:+.2f}"
         rows.append([_name(one, found), *_cells(one), won, memory])
-    return figures_table(title, "placements", headings, rows, caption)
+    return TextTable(headings, rows, title, caption)
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

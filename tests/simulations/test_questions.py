@@ -17,9 +17,10 @@ from eplb import ModelShape, Placement, Topology
 from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.failures import failures_of
-from simulations.pages.document import ReportPage, TextTable
+from simulations.pages.document import ReportPage
 from simulations.recommend import MemoryModel, Question, recommend
 from simulations.replay import Scenario
+from simulations.report import TextTable
 from simulations.step_time import StepModel, hardware_named
 from simulations.windows import WindowSeries
 from telemetry.formats.table import read_placement

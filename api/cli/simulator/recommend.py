@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from api.cli.options import DeploymentName, ReportOptions, Seed, numbers, with_options
 from api.cli.simulator.options import (
@@ -34,18 +33,19 @@ from simulations.pages.of_commands import recommendation_page
 from simulations.recommend import (
     MemoryModel,
     Question,
-    Recommendation,
     Speculation,
+    batch_table,
+    candidate_table,
     part_of,
     recommend,
 )
-from simulations.report import figures_table
 from simulations.step_time import hardware_named
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 
 HARDWARE, OTHER_US = "h200", 100.0  # where the user tells none
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
+NUM_COLUMNS = 11  # of the table of candidates, in 80 characters
 STEP_TOKENS = 16_384  # tokens of a rank in a step of prefill
 
 
@@ -195,7 +195,8 @@ def recommend_command(
 
     def show() -> None:
         first = [f"assumed, as nothing tells: {'; '.join(assumed)}"] if assumed else []
-        tables = [_table(answer), *([_batch_table(answer)] if answer.batches else [])]
+        tables = [candidate_table(answer).for_terminal(NUM_COLUMNS)]
+        tables += [batch_table(answer).for_terminal()] if answer.batches else []
         print_plain(*first, *tables, *sentences)
 
     sentences = [*answer.sentences(), *written, *stated]
@@ -208,46 +209,3 @@ def recommend_command(
         "sentences": sentences,
     }
     report.give(found, show)
-
-
-def _table(answer: Recommendation) -> Table:
-    """At most 80 columns wide: the ranks of attention are in the names of groups."""
-    batch = answer.question.unit[:3]
-    headings = ("slots", "policy", "every", batch, "KV GB", "imbal", "step ms", "links", "moves")
-    rows = (
-        (
-            one.group_short,
-            str(one.slots_per_rank),
-            one.policy,
-            str(one.interval or "-"),
-            str(one.sequences),
-            f"{one.kv_bytes / 1e9:.0f}",
-            f"{one.imbalance:.3f}",
-            f"{one.step_us / 1000:.1f}",
-            f"{one.links_part:.0%}",
-            f"{one.lost_part:.2%}",
-            f"{one.tokens_per_s:.0f}",
-        )
-        for one in answer.candidates
-    )
-    title = "candidates: parts of a step that links take, tokens/s of a rank"
-    return figures_table(title, "group", (*headings, "tok/s"), rows)
-
-
-def _batch_table(answer: Recommendation) -> Table:
-    """Of the best candidate: ms and tokens/s of a rank, by balance; 80 columns at most."""
-    of_what = "TTFT" if answer.question.is_prefill else "TPOT"
-    headings = ("tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most")
-    rows = (
-        (
-            str(one.sequences),
-            f"{one.tokens_per_expert:.4g}",
-            *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
-            f"{one.planned_tokens_per_s:.0f}",
-            f"{one.gain:+.1%}",
-            f"{one.most_gain:+.1%}",
-        )
-        for one in answer.batches
-    )
-    title = f"batches of {answer.best.name}: ms: {of_what}; none: without balancing"
-    return figures_table(title, answer.question.unit[:3], headings, rows)

@@ -33,7 +33,7 @@ from simulations.migration_cost import MigrationCost
 from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, chosen_of, replay_all
-from simulations.report import conclusions, limit_of, summary, table
+from simulations.report import comparison_table, conclusions, limit_of, summary
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
@@ -178,7 +178,7 @@ def simulate(
     about = {"source": Path(trace).name, "policy": best.policy}
     sentences += chosen_by.write(best.last_placement, ranks, fitted, about)
     result["sentences"] = sentences
-    report.give(result, lambda: print_plain(table(result), *sentences))
+    report.give(result, lambda: print_plain(comparison_table(result).for_terminal(), *sentences))
     broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
     for sentence in broken:
         typer.echo(sentence, err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from api.cli.options import AsJson, DeploymentName, Steps, numbers, with_options
 from api.cli.simulator.options import (
@@ -37,7 +35,6 @@ from simulations.inputs import model_of, windows_of
 from simulations.pages.of_commands import sweep_page
 from simulations.peers import register_peers
 from simulations.replay import check_names
-from simulations.report import figures_table
 from simulations.step_time import hardware_named
 from simulations.sweep.grid import (
     Generated,
@@ -48,7 +45,7 @@ from simulations.sweep.grid import (
     software,
     tasks_of,
 )
-from simulations.sweep.results import Results, Row
+from simulations.sweep.results import Results, rows_table
 from simulations.sweep.run import (
     TASK_S,
     Executor,
@@ -64,7 +61,7 @@ from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
 MOST_SHOWN = 20  # rows of the terminal's table
-COLUMNS = ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s")
+NUM_COLUMNS = 9  # of 80 characters
 
 
 class ExecutorName(Enum):
@@ -135,7 +132,8 @@ def sweep_command(
         typer.echo(dumps(_as_json(done), indent=2))
     else:
         skipped = f"{counted(len(done.rows), 'row')}, {done.num_skipped} of them from earlier runs"
-        print_plain(_table(best_first), f"{done.table}: {skipped}")
+        table = rows_table(best_first, MOST_SHOWN).for_terminal(NUM_COLUMNS)
+        print_plain(table, f"{done.table}: {skipped}")
     for failure in done.failures:
         print_error(f"{_words(failure.task)}: {failure.reason}")
     if done.failures or any(row.failed for row in done.rows):
@@ -192,11 +190,3 @@ def _as_json(done: Sweep) -> dict[str, object]:
         ],
         "rows": [asdict(row) for row in done.rows],
     }
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    """The best rows, in 80 columns."""
-    shown = [row.cells() for row in rows[:MOST_SHOWN]]
-    title = f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else ""
-    of_rows = ([one["policy"], *(one[name] for name in COLUMNS)] for one in shown)
-    return figures_table(title, "policy", COLUMNS, of_rows)
