@@ -34,7 +34,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
-from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
+from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached, settle
 from api.processes.supervision import Restarts, SupervisionSettings
 from eplb.core.placement import EMPTY, Placement
 from eplb.errors import ConfigError, RankError, StoreError
@@ -399,6 +399,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         say: prints a line for operators.
     """
     program = launch.imported()
+    settle()  # before the fork: for the ranks too
     rank_file = write_rank_file(launch.deployment)
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()

@@ -18,7 +18,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.interrupts import StopSignals
-from api.processes.commands import Notifier, once_reached, set_title
+from api.processes.commands import Notifier, once_reached, set_title, settle
 from eplb.clock import Clock
 from eplb.errors import StoreError
 from eplb.precompile import warmed_up_meanwhile
@@ -106,6 +106,7 @@ def run_controller(deployment: Deployment, say: Say) -> None:
     with closing(store):
         say(f"eplb controller: ready for {deployment.name} in {deployment.store_shown}")
         notifier.ready()
+        settle()
 
         def record(state: str, **figures: float) -> None:
             try:
@@ -160,6 +161,7 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             f"mode {settings.mode}"
         )
         notifier.ready()
+        settle()
         with Heartbeat(deployment.opened_store, HOST_CACHE, str(host)):
             while not stop.received:
                 Event().wait(POLL_S)
