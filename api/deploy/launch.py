@@ -45,7 +45,7 @@ from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE, holder_of
 from telemetry.state.events import WAITING
-from telemetry.state.joining import Heartbeat, check_versions, serving
+from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving
 from telemetry.state.store import StateStore
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
@@ -180,16 +180,24 @@ class Prepared:
     joins: bool  # whether others serve already without the ranks of this host
 
 
-def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "") -> Prepared:
+def prepare_store(
+    launch: Launch,
+    lost_after: int | None = None,
+    died: str = "",
+    mine: Announcement | None = None,
+) -> Prepared:
     """Have the store name a placement that the ranks can start from.
 
     Args:
         launch: what is started.
         lost_after: the generation that served last, if it is known.
         died: how the ranks before ended, for the history.
+        mine: of the launcher, which is refused where another machine has one of this host.
     """
     with closing(launch.deployment.opened_store()) as store:
         check_versions(store, Announcement(RANKS, ""))
+        if mine is not None:
+            check_alone(store, mine)
         by = f"eplb launch, host {launch.host}"
         placement, did = ensure_first_placement(
             store, launch.deployment, by, lost_after=lost_after, is_of_ranks=True
@@ -411,7 +419,8 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     generation: int | None = None
     died, has_said = "", False
     while True:
-        prepare = partial(prepare_store, launch, lost_after=generation, died=died)
+        mine = heart.mine if generation is None else None
+        prepare = partial(prepare_store, launch, generation, died, mine)
         prepared = once_reached(prepare, stop, notifier, say)
         if prepared is None:
             return 128 + stop.received
