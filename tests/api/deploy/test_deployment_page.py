@@ -294,7 +294,11 @@ def test_hosts_that_the_configuration_names_serve_and_move(hosts: Hosts) -> None
     [
         ("6379", "eplb check", "refused  store: "),
         ("29400", "eplb launch -- python engine.py", "waits for rank 0, at 10.0.0.1:29400"),
-        ("32768:60999", "eplb launch -- python engine.py", "GLOO"),
+        (
+            "32768:60999",
+            "eplb launch -- python engine.py",
+            "waits for its connections to all ranks, ports 32768-60999 of their hosts",
+        ),
     ],
 )
 def test_port_that_a_firewall_closes_is_named(
