@@ -356,6 +356,7 @@ class MembershipSchedule(Schedule):
 
     num_ranks, lags = NUM_RANKS, (0,)
     make_store, make_member, make_transport = WaitingStore, Voting, Sources
+    in_fibers: tuple[Life, ...] = (Life.RECOVERING,)
     control: MembershipControl
     store: WaitingStore
     groups: list[Group]  # each membership's, the latest last
@@ -411,7 +412,7 @@ class MembershipSchedule(Schedule):
             whole, targets = self.deployment, list[Placement]()
             for target in whole.targets:
                 with suppress(PlacementError):
-                    targets.append(survive(target, whole.topology, is_dead).target)
+                    targets.append(survive(target, whole.topology, np.flatnonzero(is_dead)).target)
             topology = replace(whole.topology, alive=~is_dead)
             targets = targets or [whole.start]  # too few slots: nothing can be built
             self._left[key] = replace(whole, topology=topology, targets=tuple(targets), known={})
@@ -510,7 +511,7 @@ class MembershipSchedule(Schedule):
         self.store.num_learned += 1
 
     def _may_survive(self, rank: Rank) -> bool:
-        if rank.life is not Life.RECOVERING:
+        if rank.life not in self.in_fibers:
             return False
         try:
             return rank.number not in self._fibers or self._waits[rank.number]()
@@ -523,7 +524,7 @@ class MembershipSchedule(Schedule):
             rank.stream.queue.clear()  # a pass that was broken off
             self._fibers[rank.number] = greenlet(partial(self._survive, rank))
         self._waits[rank.number] = self._fibers[rank.number].switch()
-        if rank.life is not Life.RECOVERING:
+        if rank.life not in self.in_fibers:
             self._fibers.pop(rank.number, None)
 
     def _survive(self, rank: Rank) -> None:
@@ -576,8 +577,8 @@ class MembershipSchedule(Schedule):
         **given: Any,
     ) -> NewGroups:
         """Exchange addresses through the store, then form the group of this membership."""
-        rendezvous.set(f"address of {rank}", b"")
-        addresses = [f"address of {other}" for other in members]
+        rendezvous.set(f"{name}: address of {rank}", b"")
+        addresses = [f"{name}: address of {other}" for other in members]
 
         def have_left() -> bool:
             """Whether a survivor gave the group up; the others notice it after a time."""
