@@ -30,7 +30,6 @@ ROWS = (
     "operations done",
     "operations failed",
     "operations cancelled",
-    "no drain",
     "planned groups",
     "started",
     "joined",

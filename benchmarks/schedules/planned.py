@@ -155,6 +155,7 @@ class PlannedControl(MembershipControl):
 
     _schedule: PlannedSchedule
     _num_asked = 0
+    _undrained = (-1, -1)  # state of the store for which there was no plan
 
     @property
     def is_alone(self) -> bool:
@@ -244,6 +245,8 @@ class PlannedControl(MembershipControl):
         schedule, store = self._schedule, self._schedule.store
         if store.is_down or not schedule.leaving() or store.peek(store.published) is not None:
             return False
+        if self._undrained == store.failing.state:
+            return False  # there was no plan, and nothing has changed
         phase, _ = phase_of(schedule.wanted(), schedule.committed(), schedule.served_topology())
         return phase == "draining" and store.peek(store.control).movement
 
@@ -252,7 +255,7 @@ class PlannedControl(MembershipControl):
         schedule = self._schedule
         if self._publish_without(schedule.leaving()):
             return
-        schedule.counts["no drain"] += 1
+        self._undrained = schedule.store.failing.state
         latest = self._store.membership_change()
         is_whole = schedule.served_topology().alive[list(schedule.wanted())].all()
         if latest is not None and not latest.ended and is_whole:
@@ -269,6 +272,8 @@ class PlannedControl(MembershipControl):
         if any(rank.life is not Life.SERVING for rank in ranks) or schedule.has_forming():
             return False
         group, latest = schedule.groups[-1], store.peek(store.membership_change)
+        if tuple(rank.number for rank in ranks) != group.members:
+            return False
         if group.is_broken or group.num_steps < LEAST_STEPS or not (latest is None or latest.ended):
             return False
         return group.members == schedule.wanted() and store.peek(store.published) is None
