@@ -399,9 +399,9 @@ class PlannedSchedule(MembershipSchedule):
         self._killed.append(self._fibers.pop(number, None))
         super().kill(victim)
         self._lose(number, self._formed.values())
+        self._killed.append(self.forming.pop(number, None))
 
     def _lose(self, number: int, groups: Iterable[Group]) -> None:
-        self._killed.append(self.forming.pop(number, None))
         for group in groups:
             group.dead |= {number} & set(group.members)
 
@@ -527,6 +527,7 @@ class PlannedSchedule(MembershipSchedule):
         process.agent.close()
         others = (group for group in self._formed.values() if group is not rank.member.votes)
         self._lose(rank.number, others)
+        self._killed.append(self.forming.pop(rank.number, None))
 
     # -- the next group
 
@@ -553,12 +554,17 @@ class PlannedSchedule(MembershipSchedule):
                 raise RankError(f"rank {rank}: the ranks did not meet in time")
             return False
 
-        wait_until(have_met)
+        try:
+            wait_until(have_met)
+        except EplbError:
+            came.pop(rank)  # it closes its connections: the others wait for it in vain
+            self._lose(rank, [self._formed[name]] if name in self._formed else [])
+            raise
         if name not in self._formed:
             gone = {
                 one
                 for one in members
-                if self.ranks[one].life in ENDED or self.processes[one] is not came[one]
+                if self.ranks[one].life in ENDED or self.processes[one] is not came.get(one)
             }
             self._formed[name] = Group(tuple(members), self.rng, gone)
         group = self._formed[name]
