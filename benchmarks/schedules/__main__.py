@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 from benchmarks.schedules.membership import MembershipSchedule
-from benchmarks.schedules.mutants import MUTANTS, MUTANTS_OF_SURVIVORS
+from benchmarks.schedules.mutants import MUTANTS, MUTANTS_OF_PLANNED, MUTANTS_OF_SURVIVORS
 from benchmarks.schedules.planned import PlannedSchedule
 from benchmarks.schedules.run import run_one
 from benchmarks.schedules.world import Schedule
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--trace", action="store_true", help="print every turn of every schedule")
-    mutants = MUTANTS | MUTANTS_OF_SURVIVORS
+    mutants = MUTANTS | MUTANTS_OF_SURVIVORS | MUTANTS_OF_PLANNED
     parser.add_argument(
         "--mutant", choices=mutants, help="break the ranks on purpose; ends when it is found"
     )

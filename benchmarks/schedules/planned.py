@@ -353,10 +353,6 @@ class PlannedSchedule(MembershipSchedule):
         """Say whether a rank serves."""
         return any(rank.life is Life.SERVING for rank in self.ranks)
 
-    def remaining(self) -> list[Rank]:
-        """Ranks whose processes have not ended."""
-        return [rank for rank in self.ranks if rank.life not in ENDED]
-
     def has_forming(self) -> bool:
         """Say whether a group is being formed."""
         return any(forming.is_alive() for forming in self.forming.values())
@@ -419,7 +415,9 @@ class PlannedSchedule(MembershipSchedule):
             return votes is not None and rank.life not in ENDED and votes.can_learn()
 
         def can_look() -> bool:
-            return rank.life is Life.SERVING and self.now >= rank.polls_at
+            # Others have something to do by a change of the store, or by a death.
+            is_due = rank.life is Life.SERVING and self.now >= rank.polls_at
+            return is_due and (number in self._next_votes or number == self._proposer())
 
         return [
             *super()._turns_of_death(rank),
@@ -437,6 +435,9 @@ class PlannedSchedule(MembershipSchedule):
                 rank.breaks(str(exc))
 
         super()._or_break(rank, or_change)
+
+    def _proposer(self) -> int:
+        return self.groups[-1].members[0]
 
     def _learn_next(self, number: int) -> None:
         self._next_votes[number].learn()
@@ -521,6 +522,7 @@ class PlannedSchedule(MembershipSchedule):
                 self.counts["joined"] += was_joining
                 process._watch()
                 self._watch(rank)
+                self._next_votes.pop(rank.number, None)
                 return
             rank.life = Life.LEFT
             self.counts["left"] += not was_joining

@@ -293,11 +293,12 @@ class Rank:
         """Say whether the store has news, or it is time to look again all the same."""
         if not self.is_alive:
             return False
-        if self.seen_version != self.world.store.peek(self.world.store.version):
+        if self.seen_version != self.world.store.known_version:
             return True
+        if self.world.clock() < self.polls_at:
+            return False
         opened = self.world.store.peek(self.world.store.published)
-        is_news = (opened.plan_id if opened else 0) != self._plan_id()
-        return is_news and self.world.clock() >= self.polls_at
+        return (opened.plan_id if opened else 0) != self._plan_id()
 
     def poll_store(self) -> None:
         """The watcher's thread, once."""

@@ -550,6 +550,11 @@ class Failing(MemoryBackend):
         """A value that differs after each change."""
         return self.num_writes, self._version
 
+    @property
+    def known_version(self) -> int:
+        """The version, also while it fails."""
+        return self._version
+
     def _set(self, table: BackendTable, key: str, write: Write) -> None:
         self.num_writes += 1
         super()._set(table, key, write)
@@ -577,6 +582,11 @@ class Store(StateStore):
     @is_down.setter
     def is_down(self, is_down: bool) -> None:
         self.failing.is_down = is_down
+
+    @property
+    def known_version(self) -> int:
+        """The version, for the schedule alone."""
+        return self.failing.known_version
 
     def peek(self, read: Callable[[], T]) -> T:
         """Read what a call would, if the store did not fail: for the schedule alone.
