@@ -524,7 +524,7 @@ class MembershipSchedule(Schedule):
             return False
         try:
             return rank.number not in self._fibers or self._waits[rank.number]()
-        except RankError:
+        except EplbError:
             return True  # it ends the wait too
 
     def _survive_on(self, rank: Rank) -> None:
