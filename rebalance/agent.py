@@ -404,6 +404,7 @@ class RankAgent:
         if self._link_server is not None:
             self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
+        self.voter.pending = None  # its exchange keeps the group's sockets open
 
     # -- after a death (rebalance.recovery, rebalance.assembly.survivors)
 

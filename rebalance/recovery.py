@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Event
+from threading import Event, Thread
 from typing import TypeVar
 
 import torch
@@ -236,8 +236,16 @@ class NewGroups:
     members: Sequence[int]  # by their number in the deployment, in the order of the groups
 
 
-# To delete a group that is broken would wait for its exchanges up to their deadline.
-_kept: list[NewGroups] = []
+def let_go(held: list[object]) -> None:
+    """Delete what refers to gloo groups that nobody uses any more, with their sockets and threads.
+
+    The deletion of a broken group waits for its exchanges, up to their deadline. torch does not
+    hold the interpreter meanwhile, so a thread of its own does it.
+
+    Args:
+        held: the last references.
+    """
+    Thread(target=held.clear, name="eplb-old-groups", daemon=True).start()
 
 
 def rejoin(
@@ -286,8 +294,7 @@ def rejoin(
     votes = GlooVotes(
         control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=members
     )
-    _kept.append(NewGroups(tokens, control, votes, members))
-    return _kept[-1]
+    return NewGroups(tokens, control, votes, members)
 
 
 class StoreRendezvous(Store):

@@ -38,7 +38,7 @@ from rebalance.assembly.group import RankGroups
 from rebalance.assembly.rank import BuiltRank
 from rebalance.rank.parts import AgentSettings
 from rebalance.rank.watcher import StoreLoss
-from rebalance.recovery import NewGroups, StoreRendezvous, recover, rejoin
+from rebalance.recovery import NewGroups, StoreRendezvous, let_go, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSources
@@ -177,6 +177,9 @@ def join_survivors(
         else:
             stages.end("group")
             return record, groups
+        void: list[object] = [groups]
+        groups = None
+        let_go(void)
 
 
 def _in_group(
