@@ -15,6 +15,7 @@ weights), ``scrub_schedule`` (idle steps), ``mover`` (bytes) and ``watcher`` (th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -110,8 +111,10 @@ class RankAgent:
             clock=links.monotonic,
             beat=watchdog.mover,
         )
+        # Weakly: an agent that another one has replaced is freed at once, with its mapped memory,
+        # and not by the next full collection.
         self.watcher = watcher = links.threads(
-            links.store, self, mover, shared, links.reporter, watchdog, links.loss
+            links.store, weakref.proxy(self), mover, shared, links.reporter, watchdog, links.loss
         )
         # For reports and inspection, as all that has no underscore below; an engine needs none of
         # it.

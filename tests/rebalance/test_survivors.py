@@ -1,7 +1,8 @@
-"""What survivors load before they serve on."""
+"""What survivors load before they serve on, and what the agent leaves that they replace."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,17 @@ def group() -> AgentGroup:
     made = AgentGroup(START, Topology.uniform(1, 2, 2))
     made.add_all(SCHEMA, RECORDS, num_staging=1)
     return made
+
+
+def test_closed_agent_is_freed_with_what_it_maps_without_a_collection(group: AgentGroup) -> None:
+    group.begin()
+    group.close()
+
+    agent = group.agents.pop()
+    found = [weakref.ref(agent), weakref.ref(agent.mover), weakref.ref(agent.parts)]
+    del agent
+
+    assert [one() for one in found] == [None, None, None]
 
 
 def test_refill_waits_for_a_host_cache_that_is_started_again(group: AgentGroup) -> None:
