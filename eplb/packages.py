@@ -101,7 +101,8 @@ def needed_for(what: str) -> Iterator[None]:
         library = (exc.name or "").partition(".")[0]
         if library not in EXTRA_OF:
             raise
+        extra = f"[{EXTRA_OF[library]}]'"
         raise ConfigError(
             f"{what} needs {library}, which is not installed, "
-            f"expected: pip install 'eplb[{EXTRA_OF[library]}]'"
+            f"expected: pip install 'eplb{extra}, in a clone '.{extra}"
         ) from exc

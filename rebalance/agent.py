@@ -332,6 +332,7 @@ class RankAgent:
     def held(self) -> Iterator[tuple[int, int, int]]:
         """Return (layer, slot of this rank, expert) of every live slot: where weights belong now.
 
+        Layers are counted from 0 over the MoE layers; ``ModelShape.layer_ids`` has the model's own.
         Not where they belonged at the start: experts have moved since.
         """
         return self.update.held()

@@ -274,7 +274,7 @@ class EmbeddedRank:
 
 def build_rank_from_env(
     own_experts: OwnExperts | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     passes: StepCounter | None = None,
 ) -> EmbeddedRank:
     """Build this process's rank up to the point where its agent can start; collective.
@@ -283,7 +283,7 @@ def build_rank_from_env(
         own_experts: for an engine that loads its own weights: gives the filled memory for the
             experts that the placement has on this rank. Without a checkpoint each is offered to the
             cache of the host. None: memory is reserved here, and filled from that cache.
-        environ: the process environment.
+        environ: None: the process environment.
         passes: counts the forward passes of this process; see ``build_rank``.
 
     Raises:
@@ -293,6 +293,7 @@ def build_rank_from_env(
             was late.
         MigrationError: experts cannot be loaded, or ranks hold different bytes of one.
     """
+    environ = os.environ if environ is None else environ
     deployment = described_by(environ)
     rank, device = _rank_of(deployment, environ), _device_of(deployment, environ)
     host = int(deployment.topology.host_of_rank[rank])

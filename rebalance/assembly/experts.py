@@ -270,6 +270,12 @@ def _memory(
         The bank, and why peers cannot map it; "": they can.
     """
     if isinstance(experts, ExpertBank):
+        if experts.num_staging < config.staging_experts:
+            raise ConfigError(
+                f"rank {place.rank}: the engine's bank has {experts.num_staging} staging entries, "
+                f"expected {config.staging_experts} or more (staging_experts), as many as one "
+                "transaction brings"
+            )
         return experts, ""
     slots, num_staging = place.topology.slots_of_rank, config.staging_experts
     shape = (experts, model.num_layers, int(slots[place.rank]))

@@ -35,7 +35,8 @@ def build_host_cache(
         address: where the ranks of this host find it.
         model: the MoE layers and their experts.
         schema: what an expert consists of.
-        checkpoint: folder of the weights; None: other hosts give them.
+        checkpoint: folder of the weights; None: other hosts of ``settings.links`` give them. Where
+            ranks offer the engine's own weights, see ``build_engine_records``.
         host: number of this host in ``links.hosts``.
 
     Raises:
@@ -67,7 +68,7 @@ def build_engine_records(
 
     Args:
         settings: as for ``build_host_cache``.
-        place: ``place_of_records``.
+        place: as for the ranks, with ``takes_offers``; of a deployment ``place_of_records``.
         host: number of this host in ``links.hosts``.
         server: a host cache that ends when an engine comes, unless ranks use it.
 

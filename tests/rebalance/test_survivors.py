@@ -35,7 +35,7 @@ class RestartingHost(LocalHost):
     def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
         if self.num_failures:
             self.num_failures -= 1
-            raise MigrationError("the preload process disconnected")
+            raise MigrationError("the host cache disconnected")
         return super().lease(records, **given)
 
 
@@ -82,7 +82,7 @@ def test_refill_names_how_long_it_has_waited_for_a_host_cache_that_stays_away(
 ) -> None:
     monkeypatch.setattr("rebalance.assembly.survivors.CACHE_DEADLINE_S", 0.0)
 
-    with pytest.raises(MigrationError, match="the preload process disconnected, for 0 s"):
+    with pytest.raises(MigrationError, match="the host cache disconnected, for 0 s"):
         refill(
             group.agents[0].parts.slots,
             RestartingHost(RECORDS, 9),

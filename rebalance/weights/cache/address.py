@@ -23,11 +23,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostCacheAddress:
-    """Address of a host cache. An abstract socket: a killed process leaves no file."""
+    """Address of a host cache. An abstract socket: a killed process leaves no file.
+
+    Args:
+        name: alike for the cache and the ranks of its host, and no other cache's.
+        key: secret bytes that both sides prove to have; it keeps other users of the machine out.
+        takes_offers: its records are those that ranks offer, not a checkpoint's
+            (``build_engine_records``).
+    """
 
     name: str
-    key: bytes = field(repr=False)  # keeps other users of the machine out
-    takes_offers: bool = False  # its records are those that ranks offer, not a checkpoint's
+    key: bytes = field(repr=False)
+    takes_offers: bool = False
 
     @property
     def socket(self) -> str:
@@ -50,7 +57,7 @@ def listen(address: HostCacheAddress) -> socket.socket:
     listening = listen_under(address.socket)
     if listening is None:
         raise MigrationError(
-            f"the preload process of host {address.name} cannot listen: process "
+            f"the host cache {address.name} cannot listen: process "
             f"{holder_of(address.socket) or 'unknown'} of this host has its place, "
             "expected none"
         )
@@ -60,7 +67,7 @@ def listen(address: HostCacheAddress) -> socket.socket:
 def connect(
     address: HostCacheAddress, deadline_s: float, *, start_deadline_s: float = 0.0
 ) -> tuple[Wire, Message]:
-    """Connect to the preload process; both sides prove that they have the key.
+    """Connect to a host cache; both sides prove that they have the key.
 
     Args:
         address: of the process.
@@ -109,7 +116,7 @@ def _connect(end: socket.socket, address: HostCacheAddress, start_deadline_s: fl
                 raise
         if not is_waiting:
             log.warning(
-                "the preload process of host %s does not listen yet: waiting at most %.0f s for it "
+                "the host cache %s does not listen yet: waiting at most %.0f s for it "
                 "(eplb host-cache)",
                 address.name,
                 start_deadline_s,

@@ -80,9 +80,7 @@ class HostCacheClient:
         try:
             wire, hello = connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
         except MigrationError as exc:
-            raise MigrationError(
-                f"the preload process of host {self._name} does not answer: {exc}"
-            ) from exc
+            raise MigrationError(f"the host cache {self._name} does not answer: {exc}") from exc
         try:
             with malformed_responses_fail():
                 cache = announcement_from_dict(hello["version"])
@@ -117,7 +115,7 @@ class HostCacheClient:
                     runtime.cudaHostUnregister(memory[entry].ctypes.data)
             self._registered.clear()
             self._entry_of.clear()
-        log.info("host %s: attached to the preload process that was started again", self._name)
+        log.info("host %s: attached to the host cache that was started again", self._name)
         if self._weights_version > 0:  # the new process does not know the version
             self.invalidate(self._weights_version, deadline_s=CONNECT_AGAIN_S)
 
@@ -215,7 +213,7 @@ class HostCacheClient:
         """End leases on records, or all; unknown ones are ignored. Does not wait for an answer.
 
         Raises:
-            MigrationError: the preload process disconnected, or does not read.
+            MigrationError: the host cache disconnected, or does not read.
         """
         chosen = list(self._entry_of) if records is None else records
         ended = [record for record in chosen if self._entry_of.pop(record, None) is not None]
@@ -226,7 +224,7 @@ class HostCacheClient:
         """Name records to load next, so that the host reads them when the disk is idle.
 
         Raises:
-            MigrationError: the preload process disconnected, or does not read.
+            MigrationError: the host cache disconnected, or does not read.
         """
         version = self._weights_version
         hint = {"ask": "hint", "records": list(records), "weights_version": version}
@@ -236,7 +234,7 @@ class HostCacheClient:
         """Have the host invalidate all records of older weights, for every rank.
 
         Raises:
-            MigrationError: the preload process disconnected or timed out.
+            MigrationError: the host cache disconnected or timed out.
         """
         self._weights_version = version
         if version > 0:
@@ -286,7 +284,7 @@ class HostCacheClient:
         """Return the host's counters, as ``HostCacheServer.stats``.
 
         Raises:
-            MigrationError: the preload process disconnected or timed out.
+            MigrationError: the host cache disconnected or timed out.
         """
         return Counter(self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
@@ -386,8 +384,7 @@ class HostCacheClient:
                     return answer
                 if left_s <= LOOK_S:
                     raise _Late(
-                        f"the preload process of host {self._name} did not send {what} within "
-                        f"{deadline_s:.3g} s"
+                        f"the host cache {self._name} did not send {what} within {deadline_s:.3g} s"
                     )
             raise CalledOff(f"host {self._name}: the wait for {what} was cancelled")
         except (CalledOff, _Late):
@@ -399,8 +396,7 @@ class HostCacheClient:
         with self._sending:
             if not self._wire.is_writable(SEND_S):
                 raise MigrationError(
-                    f"the preload process of host {self._name} accepted no message within "
-                    f"{SEND_S:g} s"
+                    f"the host cache {self._name} accepted no message within {SEND_S:g} s"
                 )
             try:
                 self._wire.send(message)
@@ -414,7 +410,7 @@ class HostCacheClient:
             raise self._disconnected() from exc
 
     def _disconnected(self) -> _Disconnected:
-        return _Disconnected(f"the preload process of host {self._name} disconnected")
+        return _Disconnected(f"the host cache {self._name} disconnected")
 
     def close(self) -> None:
         """Close the connection to the host cache."""

@@ -339,8 +339,8 @@ class CacheSources:
         links = settings.links
         if disk is None and (links is None or not links.others or settings.record_file):
             raise ConfigError(
-                "a host cache without a checkpoint has no disk to read, expected other hosts, "
-                "and no record file"
+                "a host cache has no checkpoint to read, expected one, or other hosts that have "
+                "one and no record file; records that ranks offer are kept by build_engine_records"
             )
         self.disk, self._own_origin = disk, origin
         self.hosts: OtherHosts | None = None

@@ -288,7 +288,7 @@ def test_ranks_try_a_host_cache_with_another_secret_again(
 
     launch = host.start("eplb", "launch", *ENGINE)
 
-    words = f"engine: the preload process of host {host.name}-host0-127.0.0.1 does not answer: "
+    words = f"engine: the host cache {host.name}-host0-127.0.0.1 does not answer: "
     launch.wait_for(words)
     launch.wait_for("launcher of host 0 waits for another start: ")  # it may get the right one
     assert launch.ends(signal.SIGTERM) != 0

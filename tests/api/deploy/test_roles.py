@@ -114,7 +114,7 @@ def test_second_host_cache_and_another_secret_are_refused(host: OneHost) -> None
     other = host.start("eplb", "controller", EPLB_SECRET=SECRET)
 
     assert second.ends() == 2
-    words = f"eplb: the preload process of host {host.name}-host0-127.0.0.1 cannot listen: process "
+    words = f"eplb: the host cache {host.name}-host0-127.0.0.1 cannot listen: process "
     assert second.lines[-1].startswith(words), second.lines
     assert other.ends() == 2
     assert "was started with a secret of fingerprint " in other.lines[-1], other.lines

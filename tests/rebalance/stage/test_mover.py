@@ -89,7 +89,7 @@ class Simulated:
         ended = sorted(self.leased if records is None else self.leased.intersection(records))
         self.leased.difference_update(ended)
         if ended and self.is_host_gone:
-            raise MigrationError("the preload process of host 0 disconnected")
+            raise MigrationError("the host cache 0 disconnected")
         if ended:
             self.released.append(ended)
 

@@ -1,4 +1,4 @@
-"""The preload process as a process: stopped and killed at will, and read by real ranks."""
+"""The host cache as a process: stopped and killed at will, and read by real ranks."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_host_cache_killed_while_a_rank_waits_ends_the_wait(host: Host) -> None:
     rank = host.fork(ask)
     assert rank.receive() == "connected"
     host.stop()
-    rank.send("the preload process stands still")
+    rank.send("the host cache stands still")
     assert rank.receive() == "asked, and waits for the answer"
     host.process.kill()
 
