@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from eplb.migration.recovery import Recovery
 from telemetry.state.backend import HEAD, Change, Table, Value, text_of
 from telemetry.state.codec import decode, encode
-from telemetry.state.part import RECOVERY, Part, head
+from telemetry.state.part import Part, epoch_in, head
 
 PROPOSED = "proposed_group"
 JOINERS = Table("joiners")  # rank -> its offer
@@ -84,8 +83,7 @@ class GroupPart(Part):
         """Record a proposal under a new number; None: its base serves no longer."""
 
         def decision(change: Change) -> GroupProposal | None:
-            latest = head(change, Recovery, RECOVERY, "the record of a recovery")
-            if latest is not None and latest.membership > proposal.base:
+            if epoch_in(change) > proposal.base:
                 return None
             number = change.next("proposed_group")
             made = replace(proposal, id=number, time=change.time)

@@ -38,6 +38,7 @@ from telemetry.state.part import (
     RECOVERY,
     Part,
     committed_in,
+    epoch_in,
     head,
     open_plan_in,
 )
@@ -143,7 +144,7 @@ class PlacementPart(Part):
             if _hash_of(change, generation, serving) == placement.hash:
                 return False
             _check_follows(generation, expected, None if serving is None else serving[0])
-            _check_membership(generation, membership, _recovery_in(change))
+            _check_membership(generation, membership, epoch_in(change))
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
                 change.put(HEAD, RECOVERY, encode(next_group))
@@ -299,13 +300,14 @@ class PlacementPart(Part):
 
         def decision(change: Change) -> Recovery | None:
             latest, serving = _recovery_in(change), committed_in(change)
-            if latest is not None and latest.membership > expected_membership:
-                if (latest.membership, latest.run) == (record.membership, record.run):
+            if (epoch := epoch_in(change)) > expected_membership:
+                is_written = latest is not None and latest.run == record.run
+                if is_written and latest.membership == record.membership == epoch:
                     return latest
                 raise StaleGeneration(
                     f"membership {record.membership} of run {record.run!r} follows membership "
-                    f"{expected_membership}, found membership {latest.membership} of run "
-                    f"{latest.run!r} recorded"
+                    f"{expected_membership}, found a group of membership {epoch} recorded or "
+                    "started since"
                 )
             if serving is not None and serving[0] > record.generation:
                 return None
@@ -432,12 +434,12 @@ def _check_follows(generation: int, expected: int | None, serving: int | None) -
         )
 
 
-def _check_membership(generation: int, membership: int | None, recovery: Recovery | None) -> None:
-    """Refuse the commit of a rank whose group has broken since, and whose survivors have agreed."""
-    if recovery is not None and membership is not None and recovery.membership > membership:
+def _check_membership(generation: int, membership: int | None, epoch: int) -> None:
+    """Refuse the commit of a rank after whose group another one was recorded or started."""
+    if membership is not None and epoch > membership:
         raise StaleGeneration(
-            f"generation {generation} of membership {membership} cannot be committed: survivors of "
-            f"a death hold generation {recovery.generation} (membership {recovery.membership})"
+            f"generation {generation} of membership {membership} cannot be committed: a group of "
+            f"membership {epoch} was recorded or started since"
         )
 
 
