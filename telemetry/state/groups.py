@@ -37,6 +37,7 @@ class GroupProposal:
     members: tuple[int, ...]
     joiners: dict[str, str]  # those that are no members yet, by number -> process
     reason: str
+    tries: int = 1  # to form a group of these members, in a row, this one included
     id: int = 0  # greater than any before; the store gives it
     time: float = 0.0  # by the store's clock
 
@@ -94,7 +95,7 @@ class GroupPart(Part):
         return self.backend.decide("proposal of a group", decision)
 
     def proposed_group(self) -> GroupProposal | None:
-        """Return the latest proposal, or None before the first."""
+        """Return the latest proposal, or None: the latest one serves, or there was none."""
         return head(self.backend, GroupProposal, PROPOSED, "the proposal of a group")
 
 

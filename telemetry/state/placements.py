@@ -27,6 +27,7 @@ from eplb.migration.serialisation import (
 from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
 from telemetry.state.codec import decode, encode, pack, unpack
 from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, Outcome, PlanEnd, PlanOffer, note
+from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
@@ -148,6 +149,7 @@ class PlacementPart(Part):
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
                 change.put(HEAD, RECOVERY, encode(next_group))
+                change.delete(HEAD, PROPOSED)
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
