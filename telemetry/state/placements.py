@@ -304,8 +304,8 @@ class PlacementPart(Part):
         def decision(change: Change) -> Recovery | None:
             latest, serving = _recovery_in(change), committed_in(change)
             if (epoch := epoch_in(change)) > expected_membership:
-                is_written = latest is not None and latest.run == record.run
-                if is_written and latest.membership == record.membership == epoch:
+                written = None if latest is None else (latest.membership, latest.run)
+                if written == (record.membership, record.run) == (epoch, record.run):
                     return latest
                 raise StaleGeneration(
                     f"membership {record.membership} of run {record.run!r} follows membership "
