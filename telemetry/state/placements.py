@@ -149,7 +149,7 @@ class PlacementPart(Part):
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
                 change.put(HEAD, RECOVERY, encode(next_group))
-                change.delete(HEAD, PROPOSED)
+                change.put(HEAD, PROPOSED, "")  # it serves
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
