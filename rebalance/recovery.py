@@ -66,12 +66,6 @@ class Deadlines:
     group_s: float = 20.0  # for the new group, and for its vote
 
 
-def membership_of_start(store: StateStore) -> int:
-    """Number of the group of all ranks that starts now: greater than any before."""
-    latest = store.recovery()
-    return 0 if latest is None else latest.membership + 1
-
-
 def recover(
     survivor: RankAgent,
     store: StateStore,

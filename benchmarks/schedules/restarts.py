@@ -50,7 +50,6 @@ from rebalance.assembly import places
 from rebalance.assembly.rank import committed_placement, new_run_name, record_start
 from rebalance.controller.loop import Controller
 from rebalance.rank.watcher import StoreLoss
-from rebalance.recovery import membership_of_start
 from telemetry.state.joining import Heartbeat, check_versions
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
@@ -187,7 +186,7 @@ class Rank(Process):
             raise RankError(f"rank 0 could not record the start: {group.refusal}")
         places.report_run(self.number, group.run, self._environ)
         self.placement = committed_placement(self._store)
-        self.membership = membership_of_start(self._store)
+        self.membership = self._store.epoch()
         self.loss = StoreLoss(self._store, group.run)
         no_cache = MigrationError(f"the cache of host {self.host} does not answer")
         self._until(self._has_cache, JOIN_DEADLINE_S, no_cache)

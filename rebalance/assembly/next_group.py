@@ -7,10 +7,11 @@
               step, once no plan is open                                    (``GroupChanges``)
     switch    compare, commit placement and record in one change, serve with a new agent
 
-A death before the switch makes the proposal void: the survivors agree as ever, and the number of
-the proposal's base is no longer theirs. What fails before the commit leaves the old ranks with one
-placement: they agree as after a death, and serve on without the joiners. What fails after it ends
-all ranks, which start from the store.
+A proposal that fails is made again, at growing pauses; after MAX_TRIES the operation that asked for
+it has failed. A death before the switch makes the proposal void: the survivors agree as ever, and
+the number of the proposal's base is no longer theirs. What fails before the commit leaves the old
+ranks with one placement: they agree as after a death, and serve on without the joiners. What fails
+after it ends all ranks, which start from the store.
 
 A rank that joins is no member before the switch. It may load and compile as long as it needs.
 """
@@ -18,6 +19,7 @@ A rank that joins is no member before the switch. It may load and compile as lon
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -59,7 +61,8 @@ from telemetry.state.store import StateStore
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
 OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer
 GATHER_S = 2.0  # for which those that are ready wait for further ranks that should serve
-AGAIN_S = 2.0  # from a proposal that failed to the next
+AGAIN_S, MOST_AGAIN_S = 2.0, 30.0  # from a proposal that failed to the next: doubled each time
+MAX_TRIES = 5  # to form a group, after which the operation that wants it has failed
 PROPOSAL_S = 60.0  # after which a proposal that did not end is replaced
 LEAVE_DEADLINE_S = 30.0  # for the others to serve without a rank that leaves
 
@@ -113,6 +116,11 @@ def next_members(
     return (left or members) | joining
 
 
+def pause_s(tries: int) -> float:
+    """Seconds from a proposal that failed to the next, after so many of the same ranks."""
+    return min(AGAIN_S * 2.0 ** max(0, tries - 1), MOST_AGAIN_S)
+
+
 class NextGroup:
     """One member's part in a planned change, looked after by the thread that watches the store.
 
@@ -128,6 +136,7 @@ class NextGroup:
         self._forming = Thread()
         self._formed: Formed | None = None
         self._seen = self._failed = 0  # ids of proposals
+        self._why = "a rank did not come"  # the last one failed
         self._quiet_looks = 0
         self.leaves = False  # whether the proposal for which it votes is without this rank
         self._ready, self._ready_since = frozenset[int](), 0.0
@@ -142,8 +151,8 @@ class NextGroup:
         if self._is_over.is_set() or voting.switch_at is not None:
             return
         proposal, formed = self._standing(), self._formed
-        if formed is not None and formed.groups.votes.dead():
-            self._failed = formed.proposal.id
+        if formed is not None and (dead := formed.groups.votes.dead()):
+            self._failed, self._why = formed.proposal.id, f"rank {min(dead)} left the group"
         standing = proposal if proposal and proposal.id != self._failed else None
         if standing is None or voting.next_group not in (0, standing.id):
             voting.next_group, self.leaves = 0, False
@@ -197,7 +206,7 @@ class NextGroup:
             formed = form(self._built, self._place, self._attend, proposal, check, slots.digests)
         except EplbError as exc:
             log.warning("rank %d: proposal %d: %s", self._place.rank, proposal.id, exc)
-            self._failed = proposal.id
+            self._failed, self._why = proposal.id, str(exc)
             return
         self._formed = formed
         if self._is_over.is_set():
@@ -210,8 +219,8 @@ class NextGroup:
         agent, store = self._built.agent, self._built.store
         now, members, placement = store.backend.now(), agent.members, agent.placement
         offers = {one.rank: one for one in store.joiners()}
-        found, topology = store.wanted_ranks(), self._place.topology
-        wanted = frozenset(range(topology.num_ranks) if found is None else found)
+        operation, topology = store.membership_change(), self._place.topology
+        wanted = frozenset(operation.should_serve if operation else range(topology.num_ranks))
         ready = wanted & offers.keys() - members
         if ready != self._ready:
             self._ready, self._ready_since = ready, time.monotonic()
@@ -220,9 +229,13 @@ class NextGroup:
         holding = frozenset(topology.rank_of_slot[holds].tolist())
         following = next_members(members, wanted, ready, holding, gathers=gathers)
         processes = {str(rank): offers[rank].process for rank in sorted(following - members)}
+        latest, tries = store.proposed_group(), 0
+        age_s = math.inf if latest is None else now - latest.time
+        if latest is not None and latest.members == tuple(sorted(following)):
+            is_new = operation is not None and operation.time > latest.time
+            tries = 0 if is_new else latest.tries
         if standing is None:
-            latest = store.proposed_group()
-            if following == members or (latest is not None and now - latest.time < AGAIN_S):
+            if following == members or age_s < pause_s(tries):
                 return
         else:
             joiners = frozenset(map(int, standing.joiners))
@@ -234,12 +247,24 @@ class NextGroup:
             )
             if is_possible and now - standing.time < PROPOSAL_S:
                 return
+            # Each process of a rank that comes and goes makes the proposal before impossible.
+            if tries > 1 and age_s < pause_s(tries - 1):
+                return
+        if tries >= MAX_TRIES and operation is not None and not operation.ended:
+            why = f"{tries} times in a row ranks {sorted(following)} formed no group: {self._why}"
+            store.end_membership_change(operation.id, "failed", why=why)
+            return
         ended = [f"ranks {sorted(following - members)} join"] if following - members else []
         ended += [f"ranks {sorted(members - following)} leave"] if members - following else []
         reason = ", ".join(ended) or "the ranks stay"
         store.propose_group(
             GroupProposal(
-                agent.membership, self._place.run, tuple(sorted(following)), processes, reason
+                base=agent.membership,
+                run=self._place.run,
+                members=tuple(sorted(following)),
+                joiners=processes,
+                reason=reason,
+                tries=tries + 1,
             )
         )
 

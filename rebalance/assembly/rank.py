@@ -35,7 +35,6 @@ from rebalance.assembly.experts import RankPlace, take_experts
 from rebalance.protocol.journal import Journal, NoJournal
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.rank.watcher import POLL_S, StoreLoss
-from rebalance.recovery import membership_of_start
 from rebalance.stage.share import RankSlots
 from rebalance.types import StepCounter
 from runtime.counters import SlotCounter
@@ -141,7 +140,7 @@ def build_rank(
     if isinstance(store, Path | str):
         store = open_store(store, config.deployment)
     placement = committed_placement(store)
-    membership = membership_of_start(store)
+    membership = store.epoch()
     loss = None if place.joins else StoreLoss(store, place.run)
     if not isinstance(experts, ExpertSchema | ExpertBank):
         experts = experts(place, placement)

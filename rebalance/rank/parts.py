@@ -27,7 +27,7 @@ class AgentSettings:
     config: RankConfig
     run: str
     topology: Topology
-    membership: int = 0  # of this group of ranks; see ``membership_of_start``
+    membership: int = 0  # of this group of ranks: the epoch in which it started or was recorded
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from eplb.migration.recovery import Recovery
 from telemetry.state.backend import HEAD, Change, Table, Value, text_of
 from telemetry.state.codec import decode, encode
-from telemetry.state.part import RECOVERY, Part, head
+from telemetry.state.part import Part, epoch_in, head
 
 PROPOSED = "proposed_group"
 JOINERS = Table("joiners")  # rank -> its offer
@@ -38,6 +37,7 @@ class GroupProposal:
     members: tuple[int, ...]
     joiners: dict[str, str]  # those that are no members yet, by number -> process
     reason: str
+    tries: int = 1  # to form a group of these members, in a row, this one included
     id: int = 0  # greater than any before; the store gives it
     time: float = 0.0  # by the store's clock
 
@@ -84,8 +84,7 @@ class GroupPart(Part):
         """Record a proposal under a new number; None: its base serves no longer."""
 
         def decision(change: Change) -> GroupProposal | None:
-            latest = head(change, Recovery, RECOVERY, "the record of a recovery")
-            if latest is not None and latest.membership > proposal.base:
+            if epoch_in(change) > proposal.base:
                 return None
             number = change.next("proposed_group")
             made = replace(proposal, id=number, time=change.time)
@@ -96,7 +95,7 @@ class GroupPart(Part):
         return self.backend.decide("proposal of a group", decision)
 
     def proposed_group(self) -> GroupProposal | None:
-        """Return the latest proposal, or None before the first."""
+        """Return the latest proposal, or None: the latest one serves, or there was none."""
         return head(self.backend, GroupProposal, PROPOSED, "the proposal of a group")
 
 

@@ -9,7 +9,8 @@ orchestrators that disagree would replace each other's operation without end. An
 failed or was cancelled leaves the ranks wanted that were wanted before it, and ranks that have
 left by then come back.
 
-The epoch is the number of the latest recorded group (``Recovery.membership``), 0 before the first.
+The epoch is the number of the group that was recorded (``Recovery.membership``) or started last, 0
+before the first.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from eplb.errors import EplbError, StaleRevision
-from eplb.migration.recovery import Recovery
 from telemetry.state.backend import HEAD, Change, Reader, Table
 from telemetry.state.codec import as_stored, decode, encode, to_json
-from telemetry.state.part import RECOVERY, Part, head
+from telemetry.state.part import Part, epoch_in, head
 
 Ended = Literal["", "done", "failed", "cancelled"]
 
@@ -76,8 +76,8 @@ class MembershipPart(Part):
         return None if text is None else _change_of(text)
 
     def epoch(self) -> int:
-        """Return the number of the latest recorded group; 0 before the first."""
-        return _epoch_in(self.backend)
+        """Return the number of the latest group; 0 before the first."""
+        return epoch_in(self.backend)
 
     def change_membership(
         self,
@@ -117,7 +117,7 @@ class MembershipPart(Part):
                         f"{to_json(asked)}, expected the same again or another id"
                     )
                 return known
-            epoch, latest = _epoch_in(change), change_in(change)
+            epoch, latest = epoch_in(change), change_in(change)
             if expected is not None and expected != epoch:
                 raise StaleRevision(
                     f"membership is to be changed at epoch {expected}, found epoch {epoch}: read "
@@ -193,11 +193,6 @@ def put_change(change: Change, made: MembershipChange) -> None:
     ranks = sorted({*made.wanted} ^ {*made.before})
     told = {"id": made.id, "state": made.ended or "open", "wanted": made.wanted, "ranks": ranks}
     change.append(MEMBERS, to_json(told | {"reason": made.why or made.reason, "actor": made.by}))
-
-
-def _epoch_in(reader: Reader) -> int:
-    latest = head(reader, Recovery, RECOVERY, "the record of a recovery")
-    return 0 if latest is None else latest.membership
 
 
 def _change_of(text: str | bytes) -> MembershipChange:

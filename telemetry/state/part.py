@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TypeVar
 
+from eplb.migration.recovery import Recovery
 from telemetry.state.backend import HEAD, Backend, Reader, Value, text_of
 from telemetry.state.codec import decode
 
@@ -14,6 +15,7 @@ COMMITTED = "committed"  # generation and hash of the placement that serves
 OPEN_PLAN = "open_plan"  # plan id and digest of the open migration; "": none is open
 NEWEST_PLAN = "newest_plan"  # id of the plan that was published last
 RECOVERY = "recovery"
+STARTED = "started"  # number of the group of all ranks that started last
 LIVE = "live"
 CANDIDATES = "candidates"
 
@@ -46,6 +48,13 @@ def committed_in(reader: Reader) -> tuple[int, str] | None:
 def open_plan_in(reader: Reader) -> tuple[int, str] | None:
     """Return plan id and digest of the open migration."""
     return _number_and_hash(reader.get(HEAD, OPEN_PLAN))
+
+
+def epoch_in(reader: Reader) -> int:
+    """Return the number of the group that started or was recorded last; 0 before the first."""
+    latest = head(reader, Recovery, RECOVERY, "the record of a recovery")
+    started = int(text_of(reader.get(HEAD, STARTED) or "0"))
+    return started if latest is None else max(latest.membership, started)
 
 
 def _number_and_hash(value: Value | None) -> tuple[int, str] | None:

@@ -27,6 +27,7 @@ from eplb.migration.serialisation import (
 from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
 from telemetry.state.codec import decode, encode, pack, unpack
 from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, Outcome, PlanEnd, PlanOffer, note
+from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
@@ -39,6 +40,7 @@ from telemetry.state.part import (
     RECOVERY,
     Part,
     committed_in,
+    epoch_in,
     head,
     open_plan_in,
 )
@@ -143,10 +145,11 @@ class PlacementPart(Part):
             if _hash_of(change, generation, serving) == placement.hash:
                 return False
             _check_follows(generation, expected, None if serving is None else serving[0])
-            _check_membership(generation, membership, _recovery_in(change))
+            _check_membership(generation, membership, epoch_in(change))
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
                 change.put(HEAD, RECOVERY, encode(next_group))
+                change.put(HEAD, PROPOSED, "")  # it serves
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
@@ -300,13 +303,14 @@ class PlacementPart(Part):
 
         def decision(change: Change) -> Recovery | None:
             latest, serving = _recovery_in(change), committed_in(change)
-            if latest is not None and latest.membership > expected_membership:
-                if (latest.membership, latest.run) == (record.membership, record.run):
+            if (epoch := epoch_in(change)) > expected_membership:
+                written = None if latest is None else (latest.membership, latest.run)
+                if written == (record.membership, record.run) == (epoch, record.run):
                     return latest
                 raise StaleGeneration(
                     f"membership {record.membership} of run {record.run!r} follows membership "
-                    f"{expected_membership}, found membership {latest.membership} of run "
-                    f"{latest.run!r} recorded"
+                    f"{expected_membership}, found a group of membership {epoch} recorded or "
+                    "started since"
                 )
             if serving is not None and serving[0] > record.generation:
                 return None
@@ -433,12 +437,12 @@ def _check_follows(generation: int, expected: int | None, serving: int | None) -
         )
 
 
-def _check_membership(generation: int, membership: int | None, recovery: Recovery | None) -> None:
-    """Refuse the commit of a rank whose group has broken since, and whose survivors have agreed."""
-    if recovery is not None and membership is not None and recovery.membership > membership:
+def _check_membership(generation: int, membership: int | None, epoch: int) -> None:
+    """Refuse the commit of a rank after whose group another one was recorded or started."""
+    if membership is not None and epoch > membership:
         raise StaleGeneration(
-            f"generation {generation} of membership {membership} cannot be committed: survivors of "
-            f"a death hold generation {recovery.generation} (membership {recovery.membership})"
+            f"generation {generation} of membership {membership} cannot be committed: a group of "
+            f"membership {epoch} was recorded or started since"
         )
 
 

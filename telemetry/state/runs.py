@@ -10,10 +10,10 @@ from eplb.decision.expert_times import ExpertTimes
 from eplb.decision.pace import StepTimes
 from eplb.errors import StoreError
 from eplb.versions import RANKS, Announcement, announcement_from_dict
-from telemetry.state.backend import NEWEST, Change, Table, text_of
+from telemetry.state.backend import HEAD, NEWEST, Change, Table, text_of
 from telemetry.state.codec import as_stored, decode, encode, from_json, from_record, to_json
 from telemetry.state.membership import change_in, note_run
-from telemetry.state.part import Part
+from telemetry.state.part import RECOVERY, STARTED, Part, epoch_in
 
 Details = Mapping[str, Any]  # JSON-ready values
 STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
@@ -134,6 +134,9 @@ class RunsPart(Part):
                         f"run {info.run!r} is recorded as started at {known.time}, found another "
                         f"start of that name at {info.time}, expected a new name"
                     )
+            # What an earlier start left alive has a smaller number, so it changes nothing any more.
+            has_begun = change.get(HEAD, STARTED) or change.get(HEAD, RECOVERY)
+            change.put(HEAD, STARTED, str(epoch_in(change) + 1 if has_begun else 0))
             begin(change, info)
 
         self.backend.decide(f"run {info.run!r}", decision)

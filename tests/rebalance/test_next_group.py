@@ -5,19 +5,33 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 
-from rebalance.assembly.next_group import next_members
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import topology_to_dict
+from rebalance.assembly import next_group
+from rebalance.assembly.experts import RankPlace
+from rebalance.assembly.meeting import Attendance
+from rebalance.assembly.next_group import NextGroup, next_members
+from rebalance.assembly.rank import BuiltRank
 from rebalance.recovery import StoreRendezvous, let_go, rejoin
+from runtime.experts import ExpertSchema
 from runtime.group import gathered
+from telemetry.state.groups import GroupProposal, Joiner
+from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.agent_group import AgentGroup, records_of
 from tests.support.limits import NEVER_S
-from tests.support.stores import sqlite_store
+from tests.support.stores import MemoryStore, sqlite_store
 
 FORK = multiprocessing.get_context("fork")
 NONE = frozenset[int]()
@@ -68,6 +82,70 @@ def test_ready_ranks_wait_for_the_others_that_should_serve_while_they_gather() -
     assert next_members(members, wanted, ranks(2), members, gathers=True) == members
     assert next_members(members, wanted, ranks(2, 3), members, gathers=True) == wanted
     assert next_members(members, wanted, ranks(2), members, gathers=False) == ranks(0, 1, 2)
+
+
+# -- proposals that fail
+
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+
+
+class LowestMember:
+    """Rank 0 of two that serve, which looks for a third one; seconds pass as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        topology = replace(Topology.uniform(1, 3, 2), alive=np.array([True, True, False]))
+        start = Placement(np.array([[0, 1, 1, 0, -1, -1]]), 2)
+        group = AgentGroup(start, topology)
+        self.store = group.store = MemoryStore("test", clock=lambda: self.now)  # type: ignore[assignment]
+        self.store.commit(start, expected=None, reason="start")
+        group.add_all(SCHEMA, records_of(SCHEMA, 1, 2), num_staging=1)
+        self.store.begin_run(RunInfo("run", 0.0, {}, topology_to_dict(topology), 1))
+        agent = group.agents[0]
+        nothing: Any = None
+        place = RankPlace(0, "run", topology, nothing, torch.device("cpu"), nothing)
+        built = BuiltRank(
+            agent,
+            group.banks[0],
+            agent.table,
+            agent.counter,
+            self.store,
+            nothing,
+            nothing,
+            agent.parts.settings.config,
+            place,
+            nothing,
+        )
+        self.part = NextGroup(built, place, lambda ranks: Attendance(0, ranks, "host", b"", {}))
+
+    def look(self) -> GroupProposal | None:
+        """Look once, and fail at once at what is proposed; a second passes."""
+        self.store.offer_to_join(Joiner(2, "host", "process"))
+        self.part.look()
+        if self.part._forming.ident is not None:
+            self.part._forming.join(NEVER_S)
+        self.now += 1.0
+        return self.store.proposed_group()
+
+
+def test_operation_fails_after_five_proposals_of_a_rank_that_never_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(next_group, "FORM_DEADLINE_S", 0.001)
+    monkeypatch.setattr(next_group, "GATHER_S", 0.0)
+    member = LowestMember()
+    asked = member.store.change_membership(
+        "grow", (0, 1, 2), asked="grow", members=(0, 1), reason="test", by="test"
+    )
+
+    seen = [member.look() for _ in range(70)]
+
+    times = sorted({one.time for one in seen if one is not None and one.members == (0, 1, 2)})
+    assert [after - before for before, after in pairwise(times)] == [2.0, 4.0, 8.0, 16.0]
+    ended = member.store.change_of_id(asked.id)
+    assert ended is not None
+    assert ended.ended == "failed"
+    assert ended.why.startswith("5 times in a row ranks [0, 1, 2] formed no group: ")
 
 
 # -- groups that the next ones replace

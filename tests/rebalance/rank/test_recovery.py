@@ -32,11 +32,11 @@ from rebalance.protocol.phases import PlanRef, RankPhase, missed_verdicts
 from rebalance.recovery import (
     MINORITY_S,
     Deadlines,
-    membership_of_start,
     recover,
 )
 from rebalance.types import VoteGroup
 from runtime.experts import ExpertSchema
+from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
@@ -402,14 +402,10 @@ def test_nothing_is_committed_when_nothing_was_swapped(group: Group) -> None:
     assert len(group.store.placements()) == 1
 
 
-def test_no_step_follows_a_recovery_and_the_next_start_has_a_greater_membership(
-    group: Group,
-) -> None:
-    assert membership_of_start(group.store) == 0
+def test_no_step_follows_a_recovery(group: Group) -> None:
     group.votes.kill(1)
     group.recover([0, 2, 3])
 
-    assert membership_of_start(group.store) == 2
     with pytest.raises(RankError, match="rank 0"):
         group.agents[0].step()
 
@@ -533,6 +529,21 @@ def test_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
 
     assert record == failing.recovery()
     assert failing.failures < 0
+
+
+def test_survivor_of_an_older_start_changes_nothing(group: Group) -> None:
+    migration = group.offer()
+    for name in ("run", "later"):
+        group.store.begin_run(RunInfo(name, 0.0, {}, {"alive": [True] * 4}, 1))
+    group.votes.kill(3)
+
+    told = group.recover([0, 1, 2])
+
+    assert all("a group of membership 1 recorded or started" in str(one) for one in told)
+    assert (group.store.recovery(), group.store.epoch()) == (None, 1)
+    open_plan = group.store.published()
+    assert open_plan is not None
+    assert open_plan.plan_id == migration.plan_id
 
 
 def test_survivor_of_an_older_group_is_excluded(group: Group) -> None:

@@ -46,7 +46,6 @@ from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
 from rebalance.recovery import (
     Deadlines,
-    membership_of_start,
     recover,
 )
 from rebalance.weights.sources import WeightSources
@@ -206,7 +205,7 @@ class Ranks:
                 RankConfig("test", 4, 1, vote_deadline_s=NEVER_S, plan_deadline_s=NEVER_S),
                 self.run,
                 TOPOLOGY,
-                membership_of_start(store),
+                store.epoch(),
             ),
             Links(
                 votes,
