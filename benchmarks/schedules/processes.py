@@ -277,18 +277,6 @@ def simulated(world: Callable[[], World], rank: object) -> Iterator[None]:
     now, never = Names(None), partial(Never, world)
     for name in ("monotonic", "time", "strftime"):
         setattr(now, name, lambda *given, name=name: getattr(world(), name)(*given))
-    holders = dict[str, Process]()
-
-    def new_holder() -> str:
-        me = world().current
-        assert me is not None, "a process asks"
-        name = f"{me.name} ({len(holders)})"
-        holders[name] = me
-        return name
-
-    def is_dead(holder: str) -> bool:
-        return holder in holders and holders[holder].returncode is not None
-
     others: list[tuple[Any, str, object]] = [
         (launch, "Restarts", partial(Restarts, clock=now.monotonic)),
         (launch, "StopSignals", NoSignals),
@@ -297,8 +285,6 @@ def simulated(world: Callable[[], World], rank: object) -> Iterator[None]:
         (interrupts, "Event", never),
         (joining, "Event", partial(SimulatedEvent, world)),
         (joining, "Thread", partial(SimulatedThread, world)),
-        (joining, "new_holder", new_holder),
-        (joining, "is_dead", is_dead),
     ]
     timed = (launch, local_ranks, interrupts, joining, rank_assembly)
     with ExitStack() as stack:
