@@ -17,6 +17,9 @@ import pytest
 import yaml
 
 from api.config.tree import load
+from api.deploy.deployment import resolve
+from eplb.errors import ConfigError
+from runtime.checkpoints.checkpoint import Checkpoint
 from tests.support.deployments import EPLB, CommandProcess, clean_environ, free_ports
 from tests.support.documents import files_of
 from tests.support.redis_servers import RedisProcess
@@ -109,6 +112,33 @@ def test_everything_that_selects_pods_selects_those_of_a_template() -> None:
         assert one["spec"]["selector"]["matchLabels"] in labels
     (policy,) = of_kind("NetworkPolicy")
     assert policy["spec"]["podSelector"]["matchLabels"] in labels
+
+
+@pytest.mark.parametrize(
+    ("absent", "expected"),
+    [
+        ("EPLB_SECRET", r"there is no secret: expected one .* network.secret_file or EPLB_SECRET"),
+        ("EPLB_STORE", "deployment.store is the file of a host, expected a server that all 2 host"),
+    ],
+)
+def test_manifests_whose_secret_lacks_a_key_are_refused_with_its_name(
+    small_checkpoint: Checkpoint, absent: str, expected: str
+) -> None:
+    environ = {"EPLB_SECRET": "0123456789abcdef", "EPLB_STORE": "redis://redis:6379"}
+    del environ[absent]
+    given = environ | {"EPLB_MODEL__CHECKPOINT": str(small_checkpoint.path)}
+    settings = load({}, config=FILES / "kubernetes" / "eplb.toml", environ=given)
+
+    with pytest.raises(ConfigError, match=expected):
+        resolve(settings, environ)
+
+
+def test_no_process_of_the_manifests_starts_without_the_secret() -> None:
+    for pod in pods():
+        (container,) = pod["spec"]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": "eplb"}}]  # not optional
+    for service in services().values():
+        assert service["environment"]["EPLB_SECRET"].startswith("${EPLB_SECRET:?")
 
 
 def services() -> dict[str, Any]:

@@ -230,12 +230,18 @@ def port_refusal(address: str, port: int) -> str:
     return ""
 
 
+def running_ranks(deployment: Deployment, host: int) -> Iterator[tuple[int, int]]:
+    """Give the ranks of a host that run there already, with their processes."""
+    for rank in deployment.ranks_of(host):
+        if (pid := holder_of(deployment.name, rank, deployment.hosts[host])) is not None:
+            yield rank, pid
+
+
 def check_places(deployment: Deployment, host: int) -> Iterator[Finding]:
     """Find ranks and a host cache of this deployment that run on this host already."""
     ranks = deployment.ranks_of(host)
-    for rank in ranks:
-        if (pid := holder_of(deployment.name, rank)) is not None:
-            yield Finding("places", f"rank {rank} is run by process {pid}", "no process")
+    for rank, pid in running_ranks(deployment, host):
+        yield Finding("places", f"rank {rank} is run by process {pid}", "no process")
     with socket.socket(socket.AF_UNIX) as end:
         try:
             end.bind(deployment.host_cache_address(host).socket)

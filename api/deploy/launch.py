@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from api.deploy.check import check_link_certificate, port_refusal, ports_of
+from api.deploy.check import check_link_certificate, port_refusal, ports_of, running_ranks
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import LocalRanks
@@ -43,7 +43,7 @@ from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import survive
 from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
-from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE, holder_of
+from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE
 from telemetry.state.events import WAITING
 from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving
 from telemetry.state.store import StateStore
@@ -129,13 +129,11 @@ def check_start(launch: Launch) -> None:
         RankError: a rank's place is taken.
     """
     _check_host(launch)
-    address = launch.deployment.hosts[launch.host]
-    for rank in launch.ranks:
-        if (holder := holder_of(launch.deployment.name, rank, address)) is not None:
-            raise RankError(
-                f"rank {rank} of deployment {launch.deployment.name!r} is run by process {holder} "
-                "of this host, expected none"
-            )
+    for rank, holder in running_ranks(launch.deployment, launch.host):
+        raise RankError(
+            f"rank {rank} of deployment {launch.deployment.name!r} is run by process {holder} "
+            "of this host, expected none"
+        )
     for setting, address, port in ports_of(launch.deployment, launch.host):
         if setting in PORTS_OF_RANKS and (refusal := port_refusal(address, port)):
             raise ConfigError(

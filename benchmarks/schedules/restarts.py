@@ -279,10 +279,11 @@ def run_launcher(host: int) -> None:
 
 def run_cache(host: int) -> None:
     """The start of a host cache, and its heartbeat."""
-    roles._join_store(world().deployment, host)
+    heart = Heartbeat(world().deployment.opened_store, HOST_CACHE, str(host))
+    roles._join_store(world().deployment, heart.mine)
     world().sleep(START_S)
     world().commands[f"cache-{host}"].is_ready = True
-    with Heartbeat(world().deployment.opened_store, HOST_CACHE, str(host)):
+    with heart:
         Never(world).wait(1e9)
 
 

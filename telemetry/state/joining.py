@@ -104,7 +104,7 @@ def check_versions(
 def check_alone(store: StateStore, mine: Announcement) -> None:
     """Announce a process of a host, and refuse it where another machine has that host's.
 
-    On one machine a socket tells. A process that was killed does not announce itself again.
+    On one machine a socket is taken. A process that was killed does not announce itself again.
 
     Raises:
         ConfigError: with both processes.
@@ -112,9 +112,8 @@ def check_alone(store: StateStore, mine: Announcement) -> None:
     """
     other = store.announce(mine)
     deadline, polled = time.monotonic() + WATCHED_S, Event()
-    while other is not None and _may_run(other, store.backend.now()):
-        found = [one for one in store.announced() if one.process == other.process]
-        if found:
+    while other is not None and _runs_elsewhere(other, store.backend.now()):
+        if any(one.process == other.process for one in store.announced()):
             raise ConfigError(
                 f"{claimed(other)}, and this is {shown(mine.process)}, expected one machine with "
                 "the address of a host (topology.hosts)"
@@ -127,7 +126,7 @@ def check_alone(store: StateStore, mine: Announcement) -> None:
 def claims_elsewhere(store: StateStore, host: int) -> list[str]:
     """Say which processes of a host run on another machine than this one."""
     now, found = store.backend.now(), [one for one in store.announced() if one.name == str(host)]
-    return [claimed(one) for one in found if _may_run(one, now) and not is_here(one.process)]
+    return [claimed(one) for one in found if _runs_elsewhere(one, now)]
 
 
 def claimed(other: Announcement) -> str:
@@ -135,10 +134,10 @@ def claimed(other: Announcement) -> str:
     return f"{NAMES[other.component]} of host {other.name} is {shown(other.process)}"
 
 
-def _may_run(one: Announcement, now: float) -> bool:
-    """Whether a process has announced itself lately; not one that is known to be dead."""
+def _runs_elsewhere(one: Announcement, now: float) -> bool:
+    """Whether a process of another machine has announced itself lately."""
     is_silent = now - one.time > MISSED_BEATS * HEARTBEAT_S
-    return bool(one.process) and not (is_silent or is_dead(one.process))
+    return bool(one.process) and not (is_silent or is_here(one.process))
 
 
 def serving(store: StateStore, now: float) -> list[Present]:

@@ -144,20 +144,23 @@ def test_ports_of_the_second_host_are_its_own_alone(tmp_path: Path) -> None:
     assert [one.found for one in check_ports(deployment, 1)] == ["free: none needed"]
 
 
+@pytest.mark.parametrize("host", [0, 1])
 def test_rank_and_host_cache_that_run_already_are_refused(
-    tmp_path: Path, small_checkpoint: Checkpoint
+    tmp_path: Path, small_checkpoint: Checkpoint, host: int
 ) -> None:
-    deployment = small(tmp_path, small_checkpoint)
+    two = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
+    deployment = small(tmp_path, small_checkpoint, **two)
     schema = deployment.description().schema
-    settings, address = deployment.host_cache, deployment.host_cache_address(0)
+    settings, address = deployment.host_cache, deployment.host_cache_address(host)
     cache = build_host_cache(settings, address, deployment.model, schema, small_checkpoint.path)
+    rank = deployment.ranks_of(host)[-1]
 
-    with closing(cache), closing(claim_place(deployment.name, 1)):
-        found = wrong(findings(deployment))
+    with closing(cache), closing(claim_place(deployment.name, rank, deployment.hosts[host])):
+        found = wrong(findings(deployment, host))
 
     assert found == [
-        f"refused  places: rank 1 is run by process {os.getpid()}, expected no process",
-        "refused  places: a process is the cache of host 0, expected no process",
+        f"refused  places: rank {rank} is run by process {os.getpid()}, expected no process",
+        f"refused  places: a process is the cache of host {host}, expected no process",
     ]
 
 

@@ -333,10 +333,10 @@ def test_address_that_two_hosts_claim_is_named_by_the_check_and_refuses_the_seco
     found = rf"the launcher of host 0 is process {first.process.pid} on host \S+"
 
     # Of another machine: with a list of processes of its own.
-    check = "unshare --pid --fork --mount-proc eplb check --host 0"
-    _, lines = hosts.run(1, check, is_of_page=False)
+    machine = "unshare --pid --fork --mount-proc"
+    _, lines = hosts.run(1, f"{machine} eplb check --host 0", is_of_page=False)
     assert re.search(rf"refused  places: {found}, expected no process", "\n".join(lines)), lines
-    launch = "eplb launch --host 0 -- python engine.py"
+    launch = f"{machine} eplb launch --host 0 -- python engine.py"
     status, lines = hosts.run(1, launch, is_of_page=False)
 
     assert status == 2
