@@ -51,6 +51,11 @@ class MembershipChange:
     ended: Ended = ""
     why: str = ""  # it ended so
     ended_at: float = 0.0
+    until: float | None = None  # it fails at this time if it is still open; None: it never does
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until it fails; None: it has ended, or has no deadline."""
+        return None if self.ended or self.until is None else max(0.0, self.until - now)
 
     @property
     def should_serve(self) -> tuple[int, ...]:
@@ -89,6 +94,7 @@ class MembershipPart(Part):
         reason: str,
         by: str,
         expected: int | None = None,
+        within_s: float | None = None,
     ) -> MembershipChange:
         """Ask for other ranks; the same id with the same request gives the same operation.
 
@@ -100,6 +106,7 @@ class MembershipPart(Part):
             reason: stored with it.
             by: who asks.
             expected: the epoch that the caller has read; None: whatever it is.
+            within_s: time after which it fails if it is still open; None: it never does.
 
         Raises:
             MembershipRefused: another operation is open, or the id asked for something else.
@@ -129,8 +136,9 @@ class MembershipPart(Part):
                     "expected none: wait for its end, or cancel it"
                 )
             before = now if latest is None else latest.should_serve
+            until = None if within_s is None else change.time + within_s
             made = MembershipChange(
-                change_id, asked, wanted, before, reason, by, change.time, epoch
+                change_id, asked, wanted, before, reason, by, change.time, epoch, until=until
             )
             if wanted == now:
                 made = replace(made, ended="done", why="these ranks serve", ended_at=change.time)
