@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from api.monitor.membership import LossAnswer, Membership, MembershipPlan
     from eplb.core.model import ModelShape
     from eplb.core.topology import Topology
-    from telemetry.state.membership import MembershipChange
     from telemetry.state.placements import CommittedPlacement
     from telemetry.state.store import StateStore
 
@@ -214,7 +213,10 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     """Retire ranks, scale up or down. A dry run unless told otherwise: whether it can be done, what
     has to move, and the balance afterwards. Repeated with its `id` it is done once.
     """
+    import secrets
+
     from api.monitor.membership import MembershipPlan
+    from telemetry.state.membership import MembershipRefused
 
     store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
     asked = {name: value for name, value in named.items() if value is not NOT_GIVEN}
@@ -236,41 +238,23 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     if not body.dry_run:
         if refusal:
             raise Refused(ProblemType.IMPOSSIBLE_MEMBERSHIP, refusal)
-        operation = _asked_for(call, body, asked, wanted, members)
+        try:
+            operation = store.change_membership(
+                body.id or secrets.token_hex(4),
+                wanted,
+                asked=asked,
+                members=members,
+                reason=body.reason,
+                by=call.actor.name,
+                expected=expected,
+                within_s=body.within_s,
+            )
+        except MembershipRefused as exc:
+            raise Refused(ProblemType.OTHER_OPERATION, str(exc)) from exc
     retires, joins = sorted(members - set(wanted)), sorted(set(wanted) - members)
     loss = _loss(call, model, topology, serving, retires, joins)
     call.tag(store.epoch())
     return MembershipPlan(body.dry_run, refusal, wanted, joins, retires, loss, operation)
-
-
-def _asked_for(
-    call: Call,
-    body: MembershipRequest,
-    asked: dict[str, Any],
-    wanted: tuple[int, ...],
-    members: Collection[int],
-) -> MembershipChange:
-    """Store the operation, or give the one with its id."""
-    import secrets
-
-    from eplb.errors import StaleRevision
-    from telemetry.state.membership import MembershipRefused
-
-    try:
-        return call.store.change_membership(
-            body.id or secrets.token_hex(4),
-            wanted,
-            asked=asked,
-            members=members,
-            reason=body.reason,
-            by=call.actor.name,
-            expected=call.expected_revision(),
-            within_s=body.within_s,
-        )
-    except MembershipRefused as exc:
-        raise Refused(ProblemType.OTHER_OPERATION, str(exc)) from exc
-    except StaleRevision as exc:
-        raise Refused(ProblemType.MEMBERSHIP_CHANGED, str(exc)) from exc
 
 
 def _wanted(

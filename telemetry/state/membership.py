@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from eplb.declared import Meaning
 from eplb.errors import EplbError, StaleRevision
 from eplb.migration.recovery import Recovery
 from telemetry.state.backend import HEAD, Change, Reader, Table
@@ -41,17 +42,20 @@ class MembershipChange:
     """An operation on the ranks that serve."""
 
     id: str
-    asked: Any  # JSON-ready: what the same id may ask for again
-    wanted: tuple[int, ...]  # ranks that serve once it is done
-    before: tuple[int, ...]  # ranks that were wanted until then
+    asked: Annotated[Any, Meaning("what the same id may ask for again")]
+    wanted: Annotated[tuple[int, ...], Meaning("ranks that serve once it is done")]
+    before: Annotated[tuple[int, ...], Meaning("ranks that were wanted until then")]
     reason: str
-    by: str
-    time: float  # seconds since the epoch
-    membership: int  # epoch when it was asked for
-    ended: Ended = ""
-    why: str = ""  # it ended so
-    ended_at: float = 0.0
-    until: float | None = None  # it fails at this time if it is still open; None: it never does
+    by: Annotated[str, Meaning("who asked for it; empty: the program")]
+    time: Annotated[float, Meaning("when it was asked for, seconds since the epoch")]
+    membership: Annotated[int, Meaning("epoch when it was asked for")]
+    ended: Annotated[Ended, Meaning("how it ended; empty: it is open")] = ""
+    why: Annotated[str, Meaning("reason of its end; empty: it is open")] = ""
+    ended_at: Annotated[float, Meaning("when it ended, seconds since the epoch")] = 0.0
+    until: Annotated[
+        float | None,
+        Meaning("when it fails if it is still open, seconds since the epoch; null: never"),
+    ] = None
 
     def left_s(self, now: float) -> float | None:
         """Seconds until it fails; None: it has ended, or has no deadline."""
