@@ -170,8 +170,9 @@ class PlannedControl(MembershipControl):
     def _may(self, doing: Doing) -> bool:
         if doing in (*OPERATIONS, Doing.CANCEL):
             return not self._store.is_down and self._schedule.is_served
-        if doing is Doing.KILL:
-            return sum(one.life is Life.SERVING for one in self._schedule.ranks) > 1
+        if doing in (Doing.KILL, Doing.CUT):  # others come, unless one rank is to serve alone
+            num_serving = sum(one.life is Life.SERVING for one in self._schedule.ranks)
+            return num_serving > 1 or len(self._schedule.wanted()) == 1
         return super()._may(doing)
 
     def _do(self, doing: Doing) -> None:
