@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from api.config.live import LiveSetting, live_settings, settings_in
 from api.http.problems import ProblemType, Refused
 from api.operations.declaration import Policy, Reason
-from eplb.errors import StaleRevision
 from telemetry.state.live import LiveState
 from telemetry.state.store import StateStore
 
@@ -85,7 +84,8 @@ def change_settings(
         by: name of the client.
 
     Raises:
-        Refused: another change came first, or no setting was named.
+        Refused: no setting was named.
+        StaleRevision: another change came first.
         ConfigError: an unknown policy, or a list of figures that cannot be read.
     """
     changes = {name: getattr(body, name) for name in body.model_fields_set - {"reason"}}
@@ -97,8 +97,4 @@ def change_settings(
     for name, value in changes.items():
         if value is not None and (check := live_settings()[name].about.check) is not None:
             check(value)
-    try:
-        state = store.change_live(changes, expected=expected, reason=body.reason, by=by)
-        return settings_answer(state)
-    except StaleRevision as exc:
-        raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+    return settings_answer(store.change_live(changes, expected=expected, reason=body.reason, by=by))

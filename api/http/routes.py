@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from api.access.authentication import OPEN
-from api.http.problems import ProblemType
+from api.http.problems import ProblemType, Refused
 from api.http.refusals import MEDIA_TYPE, ProblemDetails
 from api.operations.declaration import (
     IF_MATCH_MEANING,
@@ -27,7 +27,7 @@ from api.operations.declaration import (
     header,
 )
 from eplb.declared import Meaning
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, StaleRevision
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -179,7 +179,10 @@ def _endpoint(operation: Operation) -> Callable[..., Any]:
 
     def run(request: Request, **values: Any) -> Response:
         call = Call(operation, encode, request)
-        return response(call, operation.do(call, **values))
+        try:
+            return response(call, operation.do(call, **values))
+        except StaleRevision as exc:
+            raise Refused(operation.stale, str(exc)) from exc
 
     async def run_on_loop(request: Request, **values: Any) -> Response:
         call = Call(operation, encode, request)

@@ -47,11 +47,13 @@ class Membership:
         MembershipChange | None,
         Meaning("the latest operation, open or ended; null: there was none"),
     ]
-
-    @property
-    def open_operation(self) -> MembershipChange | None:
-        """The operation that has not ended."""
-        return None if self.operation is None or self.operation.ended else self.operation
+    left_s: Annotated[
+        float | None,
+        Meaning(
+            "time until the open operation fails; null: none is open, or it has no deadline",
+            unit="s",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def membership_of(
     change: MembershipChange | None,
     epoch: int,
     live: LiveState,
-    ready: Collection[int] = (),
+    ready: Collection[int],
+    now: float,
 ) -> Membership:
     """Put together which ranks serve and should.
 
@@ -141,6 +144,7 @@ def membership_of(
         epoch: number of the latest recorded group.
         live: the live settings, which may keep experts from moving.
         ready: ranks that have proved themselves and wait to be admitted.
+        now: seconds since the epoch, by the store's clock.
     """
     if placement is not None and placement.num_slots != topology.num_slots:
         placement = None  # the placement found was of another start's ranks
@@ -160,6 +164,7 @@ def membership_of(
         survivors=tuple(rank for rank in members if rank not in leaving),
         safe_to_delete=tuple(rank for rank in everyone if rank not in {*members, *wanted}),
         operation=change,
+        left_s=None if change is None else change.left_s(now),
     )
 
 

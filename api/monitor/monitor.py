@@ -451,7 +451,7 @@ class Monitor:
             membership=None
             if topology is None
             else membership_of(
-                topology, placement, self._change, self._epoch, self._live, self._ready
+                topology, placement, self._change, self._epoch, self._live, self._ready, now
             ),
             silent_ranks=tuple(
                 view.rank for view in ranks if not view.is_alive and view.phase not in ABSENT

@@ -104,9 +104,9 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     if state.open_proposals:
         wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
         yield f"{state.open_proposals} {wait} for a decision"
-    if state.membership is not None and (change := state.membership.open_operation) is not None:
-        waits = state.membership.waits
-        yield f"operation {change.id} on the ranks, {state.membership.phase}: {waits}"
+    ranks = state.membership
+    if ranks is not None and (change := ranks.operation) is not None and not change.ended:
+        yield f"operation {change.id} on the ranks, {ranks.phase}: {ranks.waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
             yield f"{name} by order: {_named(views)}"

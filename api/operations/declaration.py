@@ -223,16 +223,11 @@ class Call:
         """Change live settings at the revision of the request, whose new one is its entity tag.
 
         Raises:
-            Refused: another change came first.
+            StaleRevision: another change came first; the request is refused.
         """
-        from eplb.errors import StaleRevision
-
-        try:
-            state = self.store.change_live(
-                changes, expected=self.expected_revision(), by=self.actor.name, **given
-            )
-        except StaleRevision as exc:
-            raise Refused(ProblemType.SETTINGS_CHANGED, str(exc)) from exc
+        state = self.store.change_live(
+            changes, expected=self.expected_revision(), by=self.actor.name, **given
+        )
         self.tag(state.revision)
         return state
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from api.http.problems import ProblemType, Refused
 from api.operations.declaration import (
     MAX_ID,
+    MOST_LASTS_S,
     NOT_GIVEN,
     V1,
     Answer,
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
     from api.monitor.membership import LossAnswer, Membership, MembershipPlan
     from eplb.core.model import ModelShape
     from eplb.core.topology import Topology
-    from telemetry.state.membership import MembershipChange
     from telemetry.state.placements import CommittedPlacement
     from telemetry.state.store import StateStore
 
 MOST_RANK, MOST_RANKS = 999_999, 4096
 MOST_LOST = 4096  # characters
+# Ten times what a rank may take to meet the others (120 s) and to load its experts (60 s). Ranks of
+# the demo's size serve 1.2 s after the request, 2.6 s at most of 20.
+WITHIN_S = 1800
 NUMBERS = r"^\d{1,6}(,\d{1,6})*$"
 ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$"
 MEMBERSHIP = "api.monitor.membership:Membership"
@@ -164,6 +167,14 @@ class MembershipRequest(ReasonRequest):
         list[Rank], Meaning("just these ranks", min_length=1, max_length=MOST_RANKS)
     ] = NOT_GIVEN
     dry_run: Annotated[bool, Meaning("only say what it would do")] = True
+    within_s: Annotated[
+        int,
+        Meaning(
+            "time after which it fails if it is still open: the ranks of before are wanted again",
+            at_least=1,
+            at_most=MOST_LASTS_S,
+        ),
+    ] = WITHIN_S
 
 
 @operation(f"GET {V1}/membership", answer=MEMBERSHIP, problems=(ProblemType.NO_RUN,))
@@ -183,7 +194,8 @@ def _membership(call: Call, topology: Topology) -> Membership:
     call.tag(epoch)
     placement = None if committed is None else committed.placement
     change, ready = store.membership_change(), [one.rank for one in store.joiners()]
-    return membership_of(topology, placement, change, epoch, store.live(), ready)
+    now = store.backend.now()
+    return membership_of(topology, placement, change, epoch, store.live(), ready, now)
 
 
 @operation(
@@ -201,7 +213,10 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     """Retire ranks, scale up or down. A dry run unless told otherwise: whether it can be done, what
     has to move, and the balance afterwards. Repeated with its `id` it is done once.
     """
+    import secrets
+
     from api.monitor.membership import MembershipPlan
+    from telemetry.state.membership import MembershipRefused
 
     store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
     asked = {name: value for name, value in named.items() if value is not NOT_GIVEN}
@@ -223,40 +238,23 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     if not body.dry_run:
         if refusal:
             raise Refused(ProblemType.IMPOSSIBLE_MEMBERSHIP, refusal)
-        operation = _asked_for(call, body, asked, wanted, members)
+        try:
+            operation = store.change_membership(
+                body.id or secrets.token_hex(4),
+                wanted,
+                asked=asked,
+                members=members,
+                reason=body.reason,
+                by=call.actor.name,
+                expected=expected,
+                within_s=body.within_s,
+            )
+        except MembershipRefused as exc:
+            raise Refused(ProblemType.OTHER_OPERATION, str(exc)) from exc
     retires, joins = sorted(members - set(wanted)), sorted(set(wanted) - members)
     loss = _loss(call, model, topology, serving, retires, joins)
     call.tag(store.epoch())
     return MembershipPlan(body.dry_run, refusal, wanted, joins, retires, loss, operation)
-
-
-def _asked_for(
-    call: Call,
-    body: MembershipRequest,
-    asked: dict[str, Any],
-    wanted: tuple[int, ...],
-    members: Collection[int],
-) -> MembershipChange:
-    """Store the operation, or give the one with its id."""
-    import secrets
-
-    from eplb.errors import StaleRevision
-    from telemetry.state.membership import MembershipRefused
-
-    try:
-        return call.store.change_membership(
-            body.id or secrets.token_hex(4),
-            wanted,
-            asked=asked,
-            members=members,
-            reason=body.reason,
-            by=call.actor.name,
-            expected=call.expected_revision(),
-        )
-    except MembershipRefused as exc:
-        raise Refused(ProblemType.OTHER_OPERATION, str(exc)) from exc
-    except StaleRevision as exc:
-        raise Refused(ProblemType.MEMBERSHIP_CHANGED, str(exc)) from exc
 
 
 def _wanted(
@@ -357,6 +355,10 @@ Yes = Annotated[bool, Meaning("carry it out; without it, only say what it would 
 Epoch = Annotated[
     int | None, Meaning("only at this epoch of the ranks; null: at any", at_least=0, at_most=MAX_ID)
 ]
+Within = Annotated[
+    int,
+    Meaning("seconds after which it fails, if it is still open", at_least=1, at_most=MOST_LASTS_S),
+]
 Named = Annotated[
     str | None,
     Meaning("name of the operation, done once however often it is repeated; null: one is made"),
@@ -399,12 +401,14 @@ def ask_to_scale(
     yes: Yes = False,
     id: Named = None,
     epoch: Epoch = None,
+    within: Within = WITHIN_S,
     reason: Reason = WHY,
 ) -> Answer:
     """Have another number of ranks serve; which of them join or leave is chosen for few moves.
     Exit status 1: it cannot be done.
     """
-    return ask(change_membership, to=to, id=id, reason=reason, dry_run=not yes, if_match=epoch)
+    named = {"to": to, "id": id, "reason": reason, "within_s": within}
+    return ask(change_membership, **named, dry_run=not yes, if_match=epoch)
 
 
 @command(
@@ -420,6 +424,7 @@ def ask_to_retire(
     yes: Yes = False,
     id: Named = None,
     epoch: Epoch = None,
+    within: Within = WITHIN_S,
     reason: Reason = WHY,
 ) -> Answer:
     """Move every expert off ranks, and have them leave for good. Exit status 1: it cannot be
@@ -432,9 +437,8 @@ def ask_to_retire(
     if not re.fullmatch(NUMBERS, ranks):
         raise ConfigError(f"found {ranks!r}, expected numbers of ranks with commas, such as 3,5")
     numbers = [int(rank) for rank in ranks.split(",")]
-    return ask(
-        change_membership, retire=numbers, id=id, reason=reason, dry_run=not yes, if_match=epoch
-    )
+    named = {"retire": numbers, "id": id, "reason": reason, "within_s": within}
+    return ask(change_membership, **named, dry_run=not yes, if_match=epoch)
 
 
 def show_membership(found: dict[str, Any]) -> None:
@@ -447,6 +451,8 @@ def show_membership(found: dict[str, Any]) -> None:
     )
     if (one := found["operation"]) is not None:
         end = f"{one['ended']} at {at(one['ended_at'])}: {one['why']}" if one["ended"] else "open"
+        if (left_s := found["left_s"]) is not None:
+            end += f", fails in {left_s:.0f} s"
         line(
             f"operation {one['id']} since {at(one['time'])} by {one['by'] or 'the program'} for "
             f"ranks {_numbers(one['wanted'])} ({one['reason']}): {end}"

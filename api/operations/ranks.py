@@ -142,7 +142,7 @@ def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
                 break
         else:
             return _answer(call, changed)
-    raise Refused(ProblemType.SETTINGS_CHANGED, str(why)) from why
+    raise why
 
 
 def _check_possible(

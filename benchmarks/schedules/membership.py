@@ -440,7 +440,10 @@ class MembershipSchedule(Schedule):
     def cut(self) -> None:
         """Break all links of a rank to the others; new ones can be made."""
         group = self.groups[-1]
-        victim = self.rng.choice([one for one in self.remaining() if one.number in group.members])
+        there = [one for one in self.remaining() if one.number in group.members]
+        if not there:
+            return
+        victim = self.rng.choice(there)
         group.cut |= {frozenset({victim.number, one}) for one in group.members} - {
             frozenset({victim.number})
         }
@@ -473,9 +476,10 @@ class MembershipSchedule(Schedule):
     def _may_step(self, rank: Rank) -> bool:
         if rank.life is not Life.SERVING or rank.stream.num_steps > self.lag:
             return False
-        number, ranks = rank.steps.steps, self.ranks
-        for other in rank.member.votes.members:
-            if ranks[other].steps.steps < number:
+        number, group = rank.steps.steps, rank.member.votes
+        for other in (self.ranks[one] for one in group.members):
+            # One that has left the group, or whose process is another, is not waited for.
+            if other.steps.steps < number and other.member.votes is group:
                 return False
         return not rank.would_wait()
 

@@ -170,8 +170,9 @@ class PlannedControl(MembershipControl):
     def _may(self, doing: Doing) -> bool:
         if doing in (*OPERATIONS, Doing.CANCEL):
             return not self._store.is_down and self._schedule.is_served
-        if doing is Doing.KILL:
-            return sum(one.life is Life.SERVING for one in self._schedule.ranks) > 1
+        if doing in (Doing.KILL, Doing.CUT):  # others come, unless one rank is to serve alone
+            num_serving = sum(one.life is Life.SERVING for one in self._schedule.ranks)
+            return num_serving > 1 or len(self._schedule.wanted()) == 1
         return super()._may(doing)
 
     def _do(self, doing: Doing) -> None:
@@ -217,6 +218,7 @@ class PlannedControl(MembershipControl):
                 members=members,
                 reason="a test",
                 by="a test",
+                within_s=None if self.is_quiet else rng.choice([None, 3.0, 30.0]),
             )
         except MembershipRefused:
             schedule.counts["operations refused"] += 1
@@ -239,6 +241,19 @@ class PlannedControl(MembershipControl):
                 self._publish_migration(migration)
                 return True
         return False
+
+    def is_overdue(self) -> bool:
+        """Whether the open operation has reached its deadline."""
+        store = self._schedule.store
+        if store.is_down or (latest := store.peek(store.membership_change)) is None:
+            return False
+        return latest.left_s(self._schedule.now) == 0.0
+
+    def end_overdue(self) -> None:
+        """End it, as the controller."""
+        latest = self._store.membership_change()
+        assert latest is not None, "looked at"
+        self._end(latest.id, "failed")
 
     def can_drain(self) -> bool:
         """Whether ranks that are to leave hold experts, and no plan is open."""
@@ -405,7 +420,11 @@ class PlannedSchedule(MembershipSchedule):
 
     def _turns(self) -> list[Turn]:
         control = self.control
-        return [*super()._turns(), Turn(0.5, "drain", -1, control.can_drain, control.drain)]
+        return [
+            *super()._turns(),
+            Turn(0.5, "drain", -1, control.can_drain, control.drain),
+            Turn(0.5, "deadline", -1, control.is_overdue, control.end_overdue),
+        ]
 
     def _turns_of_death(self, rank: Rank) -> list[Kind]:
         number = rank.number

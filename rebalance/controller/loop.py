@@ -28,7 +28,7 @@ from eplb.errors import (
     StoreError,
 )
 from eplb.migration.candidates import Candidates, candidates_for
-from eplb.migration.membership import leavers
+from eplb.migration.membership import leavers, phase_of
 from eplb.policies.table import policy_named
 from eplb.versions import CONTROLLER as COMPONENT
 from eplb.versions import Announcement, refusal
@@ -158,6 +158,7 @@ class Controller:
             served = served_weights(states)
             deadline_s, fence = self._live.settings.migration_deadline_s, self._lease.token
             self._open.watch(open_migration, states, served, deadline_s=deadline_s, fence=fence)
+        self._end_overdue_membership(group)
         self._tasks.work_off(group)
         # Asked again: a task may have published meanwhile, and a second MOVE would be noted.
         if open_migration is None and self._store.published() is None:
@@ -245,6 +246,20 @@ class Controller:
         self._publisher.note(group, proposal, windows[-1].index, held_back=why, trigger=trigger)
         if not why:
             self._publisher.publish(group, proposal, serving)
+
+    def _end_overdue_membership(self, group: ServingGroup) -> None:
+        """End an operation at its deadline, with what it waits for."""
+        change, committed = self._store.membership_change(), self._store.committed()
+        if change is None or change.left_s(self._store.backend.now()) != 0.0:
+            return
+        placement = None if committed is None else committed.placement
+        ready = [one.rank for one in self._store.joiners()]
+        phase, waits = phase_of(change.wanted, placement, group.topology, ready)
+        assert change.until is not None, "or it has no deadline"
+        why = f"not done within {change.until - change.time:.0f} s, {phase}: {waits}"
+        self._lease.check()
+        if self._store.end_membership_change(change.id, "failed", why=why):
+            log.warning("operation %s on the ranks failed: %s", change.id, why)
 
     def _end_impossible_membership(self, group: ServingGroup, serving: Placement) -> None:
         """End an operation whose leavers cannot be drained although every wanted rank serves.

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from eplb.declared import Meaning
 from eplb.errors import EplbError, StaleRevision
 from telemetry.state.backend import HEAD, Change, Reader, Table
 from telemetry.state.codec import as_stored, decode, encode, to_json
@@ -41,16 +42,24 @@ class MembershipChange:
     """An operation on the ranks that serve."""
 
     id: str
-    asked: Any  # JSON-ready: what the same id may ask for again
-    wanted: tuple[int, ...]  # ranks that serve once it is done
-    before: tuple[int, ...]  # ranks that were wanted until then
+    asked: Annotated[Any, Meaning("what the same id may ask for again")]
+    wanted: Annotated[tuple[int, ...], Meaning("ranks that serve once it is done")]
+    before: Annotated[tuple[int, ...], Meaning("ranks that were wanted until then")]
     reason: str
-    by: str
-    time: float  # seconds since the epoch
-    membership: int  # epoch when it was asked for
-    ended: Ended = ""
-    why: str = ""  # it ended so
-    ended_at: float = 0.0
+    by: Annotated[str, Meaning("who asked for it; empty: the program")]
+    time: Annotated[float, Meaning("when it was asked for, seconds since the epoch")]
+    membership: Annotated[int, Meaning("epoch when it was asked for")]
+    ended: Annotated[Ended, Meaning("how it ended; empty: it is open")] = ""
+    why: Annotated[str, Meaning("reason of its end; empty: it is open")] = ""
+    ended_at: Annotated[float, Meaning("when it ended, seconds since the epoch")] = 0.0
+    until: Annotated[
+        float | None,
+        Meaning("when it fails if it is still open, seconds since the epoch; null: never"),
+    ] = None
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until it fails; None: it has ended, or has no deadline."""
+        return None if self.ended or self.until is None else max(0.0, self.until - now)
 
     @property
     def should_serve(self) -> tuple[int, ...]:
@@ -89,6 +98,7 @@ class MembershipPart(Part):
         reason: str,
         by: str,
         expected: int | None = None,
+        within_s: float | None = None,
     ) -> MembershipChange:
         """Ask for other ranks; the same id with the same request gives the same operation.
 
@@ -100,6 +110,7 @@ class MembershipPart(Part):
             reason: stored with it.
             by: who asks.
             expected: the epoch that the caller has read; None: whatever it is.
+            within_s: time after which it fails if it is still open; None: it never does.
 
         Raises:
             MembershipRefused: another operation is open, or the id asked for something else.
@@ -129,8 +140,9 @@ class MembershipPart(Part):
                     "expected none: wait for its end, or cancel it"
                 )
             before = now if latest is None else latest.should_serve
+            until = None if within_s is None else change.time + within_s
             made = MembershipChange(
-                change_id, asked, wanted, before, reason, by, change.time, epoch
+                change_id, asked, wanted, before, reason, by, change.time, epoch, until=until
             )
             if wanted == now:
                 made = replace(made, ended="done", why="these ranks serve", ended_at=change.time)

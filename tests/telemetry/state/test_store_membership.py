@@ -74,6 +74,14 @@ def test_operation_that_wants_the_ranks_that_serve_is_done_at_once(store: StateS
     assert (done.ended, done.should_serve) == ("done", (0, 1, 2))
 
 
+def test_open_operation_has_the_seconds_until_its_deadline(store: StateStore) -> None:
+    found = ask(store, (0, 1, 2), within_s=60.0)
+
+    assert [found.left_s(now) for now in (1000.0, 1045.0, 1070.0)] == [60.0, 15.0, 0.0]
+    assert replace(found, ended="done").left_s(1045.0) is None
+    assert ask(store, (0, 1, 2)).until == 1060.0  # repeated: the first answer
+
+
 @pytest.mark.parametrize("ended", ["failed", "cancelled"])
 def test_operation_without_success_leaves_wanted_what_was_wanted_before(
     store: StateStore, ended: Any

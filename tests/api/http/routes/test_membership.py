@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -104,6 +105,7 @@ def test_ranks_of_a_deployment_without_an_operation_are_all_wanted(client: httpx
         "survivors": [0, 1, 2, 3],
         "safe_to_delete": [],
         "operation": None,
+        "left_s": None,
     }
 
 
@@ -134,6 +136,7 @@ def test_retired_rank_is_drained_leaves_and_is_safe_to_delete(
     assert (draining["phase"], draining["survivors"]) == ("draining", [0, 1, 2])
     assert draining["waits"] == "3 slots of all layers hold experts on ranks 3"
     assert draining["safe_to_delete"] == []
+    assert 0 < draining["left_s"] <= 1800
     assert client.get("/api/v1/ranks").json()["ranks"][3]["state"] == "draining"
 
     deployment.controller().turn()
@@ -217,6 +220,7 @@ def test_second_operation_another_body_and_a_stale_epoch_are_refused(
         ({"to": 2, "retire": [1]}, ProblemType.INVALID_REQUEST, "names to, retire of"),
         ({}, ProblemType.INVALID_REQUEST, "names none of"),
         ({"id": "-", "to": 3}, ProblemType.INVALID_REQUEST, "id"),
+        ({"to": 3, "within_s": 0}, ProblemType.INVALID_REQUEST, "within_s"),
     ],
 )
 def test_impossible_request_is_refused_and_changes_nothing(
@@ -307,8 +311,11 @@ def test_operator_scales_retires_and_follows_with_commands(tmp_path: Path) -> No
     assert "experts that have to move: 1, 6.0 MB" in text
     assert "--yes carries it out" in text
     assert "settled" in run("membership")[1]
-    assert "operation op-7 is open" in run("retire", "3", "--yes", "--id", "op-7")[1]
-    assert "draining: 3 slots of all layers hold experts on ranks 3" in run("membership")[1]
+    retire = "retire", "3", "--yes", "--id", "op-7", "--within", "60"
+    assert "operation op-7 is open" in run(*retire)[1]
+    found = run("membership")[1]
+    assert "draining: 3 slots of all layers hold experts on ranks 3" in found
+    assert re.search(r": open, fails in (5[0-9]|60) s$", found, re.MULTILINE)
     assert run("scale", "--to", "3", "--yes")[0] == 1
     assert "cancelled" in run("cancel-membership", "op-7")[1]
     assert json.loads(run("scale", "--to", "2", "--json")[1])["retires"] == [1, 2]

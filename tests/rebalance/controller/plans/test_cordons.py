@@ -133,6 +133,27 @@ def test_operation_that_waits_for_a_rank_does_not_fail_before_it_serves(
     assert "3 slots in a layer for the 4 experts" in died.last_plan()["asked"]["unmet_cordons"][0]
 
 
+@pytest.mark.parametrize(("within_s", "ended"), [(0.0, "failed"), (3600.0, "")])
+def test_operation_that_waits_for_a_rank_fails_at_its_deadline_with_what_it_waited_for(
+    deployment: Deployment, within_s: float, ended: str
+) -> None:
+    survived = Placement([[0, 1, 2, EMPTY, EMPTY, EMPTY, 3, 0, EMPTY]], 4, generation=1)
+    deployment.store.commit(survived, expected=0, reason="rank 1 died")
+    left = replace(TOPOLOGY, alive=np.array([True, False, True]))
+    died = Deployment(deployment.store, run="run-2", topology=left, model=MODEL)
+    asked: dict[str, Any] = {"asked": 3, "members": [0, 2], "reason": "4711", "by": ""}
+    died.store.change_membership("op-1", range(3), within_s=within_s, **asked)
+
+    died.controller().turn()
+
+    found = died.store.membership_change()
+    assert found is not None
+    assert found.ended == ended
+    if ended:
+        assert found.why == "not done within 0 s, waiting: not ready to be admitted: ranks 1"
+        assert found.should_serve == (0, 2)
+
+
 def test_approval_of_a_drain_needs_no_word_on_what_it_costs(deployment: Deployment) -> None:
     store, controller = deployment.store, deployment.controller()
     store.change_live({"stage": "propose", "cordons": "2:drain"}, reason="change 4711")
