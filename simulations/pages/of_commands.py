@@ -25,7 +25,7 @@ from simulations.pages.document import (
     whole_numbers,
 )
 from simulations.recommend import Recommendation, batch_table, candidate_table
-from simulations.replay import Replay, Scenario
+from simulations.replay import UNBALANCED, Replay, Scenario
 from simulations.report import best_policy, comparison_table
 from simulations.sweep.results import Row, rows_table
 
@@ -181,6 +181,8 @@ def _throughput(go: Any, judged: dict[str, dict[str, Any]]) -> Any:
         orientation="h",
         marker={"color": [colour_of(number) for number in range(len(timed))]},
         text=[f"{one['tokens_per_s_per_rank']:.0f}" for one in timed.values()],
+        textposition="outside",  # within a bar its contrast depends on the bar's colour
+        cliponaxis=False,
     )
     framed(figure, "tokens/s of a rank", "")
     figure.update_yaxes(autorange="reversed")
@@ -199,7 +201,8 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
     # As far below 1 as above, so that the middle of the colours is perfect balance.
     reach = max(0.5, float(np.percentile(np.concatenate(ratios), 99)) - 1.0)
     found = []
-    for name, ratio in zip(("contiguous", replay.policy), ratios, strict=True):
+    names = ["contiguous"] if replay.policy in UNBALANCED else ["contiguous", replay.policy]
+    for name, ratio in zip(names, ratios, strict=False):
         figure = go.Figure()
         figure.add_heatmap(z=ratio, colorscale="RdBu_r", zmin=1.0 - reach, zmax=1.0 + reach)
         layers, ranks = ratio.shape
@@ -214,13 +217,11 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
 BALANCES = ("without balancing", "planned", "bound of any placement")
 
 
-def recommendation_page(
-    answer: Recommendation, load: str, expert_times: str, command: str
-) -> ReportPage:
+def recommendation_page(answer: Recommendation, load: str, inputs: dict[str, object]) -> ReportPage:
     """The page of ``eplb recommend``.
 
     Args:
-        command: that made it, as typed.
+        inputs: by what they are called; the command is among them.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -264,7 +265,7 @@ def recommendation_page(
         answer.sentences(),
         [candidate_table(answer), *([batch_table(answer)] if answer.batches else [])],
         figures,
-        {"command": command, "load": load, "expert times": expert_times},
+        inputs,
         "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
         "take turns: two batches in a pipeline between them are not modelled.",
     )

@@ -177,7 +177,13 @@ def recommend_command(
         answer = recommend(replace(question, windows=counted))
     best, source = answer.best, kernel.source
     assert best.placement is not None, "the best candidate was replayed"
-    plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
+    inputs = {
+        "command": command_line(),
+        "load": Path(trace).name,
+        "expert times": source,
+        "assumed": "; ".join(assumed) or "nothing",
+    }
+    plots.write(lambda: recommendation_page(answer, Path(trace).name, inputs))
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
     stated = [
