@@ -40,7 +40,7 @@ from telemetry.formats.bounded import read_json, reading
 
 Rows = NDArray[np.float64]
 LINKS = 0.6  # part of the data sheet that is reached
-MANY_ROWS = 10_000.0  # of a rank: links take longer than their least time
+MANY_ROWS = 10_000.0  # rows of a rank: links take longer than their least time
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Hardware:
     name: str
     memory_bytes: float
     node_bytes_s: float  # to another rank of the node
-    network_bytes_s: float  # of one port, to ranks of other nodes
+    network_bytes_s: float  # rate of one port to ranks of other nodes
     port_ranks: int = 1  # neighbours of a node that share a port
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ def hardware_named(name: str) -> Hardware:
 
 FORMAT, VERSION = "eplb-expert-time", 1
 FEWEST_ROWS = 4  # numbers of even rows, for as many constants
-REACH = 1e3  # of a fit: constants within a thousandth and a thousand times their start
+REACH = 1e3  # reach of a fit: constants within a thousandth and a thousand times their start
 
 
 def fitted(
@@ -211,11 +211,11 @@ def predicted_us(kernel: Kernel, counts: Sequence[int], model: ModelShape) -> fl
 class Transport:
     """What dispatch and combine take beside the rates of links: FP8 with scales, and BF16 back."""
 
-    dispatch_us: float = 0.0  # of few tokens
+    dispatch_us: float = 0.0  # time of few tokens
     combine_us: float = 0.0
     dispatch_rate: float = 1.0  # part of the rate of the link that takes longer
     combine_rate: float = 1.0
-    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
+    dispatch_bytes: float = 1 + 4 / 128  # bytes of each of a row's columns
     combine_bytes: float = 2.0
 
 
@@ -253,7 +253,7 @@ class StepModel:
     hardware: Hardware
     kernel: Kernel
     is_prefill: bool = False
-    other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
+    other_us: float = 0.0  # time of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
     is_separate: bool = False  # tokens start on attention ranks, and all cross the network
     transport: Transport | None = None  # None: DeepEP, by mode and nodes

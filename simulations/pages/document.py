@@ -65,7 +65,7 @@ function paint() {
 dark.addEventListener("change", paint);
 addEventListener("load", paint);
 """
-MOST_MARKED = 12  # of an axis that counts
+MOST_MARKED = 12  # marks of an axis that counts
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ReportPage:
     conclusions: Sequence[str]
     tables: Sequence[TextTable]
     figures: Sequence[Figure]
-    inputs: dict[str, object]  # by what they are called; the command is among them
+    inputs: dict[str, object]  # values by what they are called; the command is among them
     limits: str = "No queue and no scheduler is modelled: batches are full."
 
     def write(self, path: Path) -> None:

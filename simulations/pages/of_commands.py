@@ -27,6 +27,7 @@ from simulations.pages.document import (
 from simulations.recommend import Recommendation, batch_table, candidate_table
 from simulations.replay import UNBALANCED, Replay, Scenario
 from simulations.report import best_policy, comparison_table
+from simulations.sweep.grid import SweepTask
 from simulations.sweep.results import Row, rows_table
 
 
@@ -378,12 +379,12 @@ def _by(go: Any, rows: Sequence[Row], name: str, x_title: str, y_title: str) -> 
     return figure
 
 
-def words(row: Row) -> str:
+def words(one: Row | SweepTask) -> str:
     """A configuration, as sentences have it."""
     return (
-        f"{row.policy} on {counted(row.ranks, 'rank')}, {row.slots} slots, "
-        f"a plan every {'window' if row.interval == 1 else f'{row.interval} windows'}, "
-        f"{row.dispatch}, seed {row.seed}"
+        f"{one.policy} on {counted(one.ranks, 'rank')}, {one.redundant} redundant a rank, "
+        f"a plan every {'window' if one.interval == 1 else f'{one.interval} windows'}, "
+        f"{one.dispatch}, seed {one.seed}"
     )
 
 
