@@ -177,7 +177,7 @@ def recommend_command(
         answer = recommend(replace(question, windows=counted))
     best, source = answer.best, kernel.source
     assert best.placement is not None, "the best candidate was replayed"
-    inputs = {
+    inputs: dict[str, object] = {
         "command": command_line(),
         "load": Path(trace).name,
         "expert times": source,
