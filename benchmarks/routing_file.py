@@ -51,7 +51,7 @@ class Routing:
 
     name: str
     unseen: Ids  # [L, tokens, K] experts of tokens that no placement was planned on
-    placements: dict[str, Placement]  # by policy
+    placements: dict[str, Placement]  # placements by policy
 
     @property
     def num_experts(self) -> int:

@@ -59,7 +59,7 @@ SMALL_HIDDEN, SMALL_INTERMEDIATE = 64, 32  # on a CPU
 SIZES = {"decode": (32, 64, 128), "prefill": (1024, 4096)}  # tokens of a rank
 STEPS = {"decode": 100, "prefill": 20}
 WARM_UP, COUNTED_BATCHES, SEED = 3, 4, 3
-LEAD_CYCLES = 300_000  # of the device, 0.15 ms
+LEAD_CYCLES = 300_000  # cycles of the device, 0.15 ms
 MOST_UNEVEN = 1.01  # max/mean of rows under "balanced"
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # experts [L, T, K], seeds [L]
@@ -157,7 +157,7 @@ class Layers:
 
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
         group, topology = self.group, self.topology
-        if name == "auto" and group.size == 1:  # of which normal mode knows nothing
+        if name == "auto" and group.size == 1:  # normal mode needs several ranks
             name = "deepep" if group.is_cuda and mode == "decode" else "local"
         elif name == "auto":
             name = "deepep" if group.is_cuda else "all_to_all"

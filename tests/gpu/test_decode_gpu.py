@@ -57,7 +57,7 @@ from tests.support.limits import NEVER_S
 from tests.support.local_group import LocalHost, LocalVotes
 
 pytestmark = pytest.mark.gpu
-RANKS = 4  # that the one GPU stands for
+RANKS = 4  # ranks that the one GPU stands for
 GROUP = Topology.uniform(1, RANKS, slots_per_rank(RANKS))
 OWN = Topology.uniform(1, 1, GROUP.num_slots)  # what the agent sees
 ENDS = (random_placement(RANKS, 0), random_placement(RANKS, 1))
@@ -136,7 +136,7 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
 
 @dataclass
 class Served:
-    errors: list[float]  # of each step, against the reference
+    errors: list[float]  # largest error of each step, against the reference
     wrong_routes: int
     mixed_steps: int  # served from the middle of a migration
     migrations: int
