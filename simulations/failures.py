@@ -37,7 +37,7 @@ from simulations.step_time import StepModel
 from simulations.windows import Tokens
 
 POLICY, BY_WEIGHTS = "auto", DispatchRule.WEIGHTED
-LINK_PART = 0.5  # of its rate that a failing link keeps
+LINK_PART = 0.5  # part of its rate that a failing link keeps
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Failure:
     uncovered: int  # experts without a slot, over all layers
     unserved: float  # part of the routed tokens that they get
     imbalance: float  # mean over layers, of what is served
-    slower: float | None  # of a step, against the healthy group; None: no step model
+    slower: float | None  # part of a healthy step that steps last longer; None: no step model
     repaired_imbalance: float | None = None  # None: nothing to repair, or it cannot be
     repaired_slower: float | None = None
     moves: int = 0  # weights that the repair loads or copies

@@ -56,7 +56,7 @@ class MemoryModel:
     model: ModelShape
     usable: float = 0.9  # part of the memory that weights and KV cache may fill
     dense_bytes: float = 0.0  # attention, shared experts, embeddings, buffers, on each rank
-    kv_token_bytes: float = 70_272.0  # of one token, all layers: DeepSeek-V3's latent cache in BF16
+    kv_token_bytes: float = 70_272.0  # bytes of all layers: DeepSeek-V3's latent cache in BF16
 
     def __post_init__(self) -> None:
         if not 0 < self.usable <= 1:
@@ -125,7 +125,7 @@ class Speculation:
 
 NOTHING = "none"
 LEAST_PREFILL = 256  # tokens of a rank in a step: the smallest batch of the answer's table
-WORTH_IT = 0.01  # of the tokens per second: less is called no gain
+WORTH_IT = 0.01  # part of the tokens per second: less is called no gain
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,22 @@ class Question:
     windows: WindowSeries
     memory: MemoryModel
     kernel: Kernel
-    ranks: Sequence[int] = (32,)  # of a group
+    ranks: Sequence[int] = (32,)  # sizes of groups
     ranks_per_node: int = 8
     redundant: Sequence[int] = (0, 1, 2, 4)  # slots of each rank beyond those that hold all once
     intervals: Sequence[int] = (1, 4, 16)  # windows from one plan to the next
     policies: Sequence[str] = ("auto",)
     context: int = 4096  # tokens of a sequence
-    most_sequences: int = 256  # of a rank; in prefill, tokens of a step
+    most_sequences: int = 256  # sequences of a rank; in prefill, tokens of a step
     is_prefill: bool = False
-    other_us: float = 0.0  # of a layer outside of its MoE part
+    other_us: float = 0.0  # time of a layer outside of its MoE part
     attention_share: float | None = None  # the same as a part of a step at even load; in its place
     pay_back_s: float = CostModel.pay_back_s
     window_s: float = 60.0
     seed: int = 0
-    attention_ranks: Sequence[int] = (0,)  # beside the group; 0: its ranks do both
+    attention_ranks: Sequence[int] = (0,)  # ranks beside the group; 0: its ranks do both
     dispatch: DispatchRule = DispatchRule.WEIGHTED
-    most_ms: float | None = None  # of a token: the batch is chosen within it
+    most_ms: float | None = None  # time of a token: the batch is chosen within it
     speculation: Speculation = field(default_factory=Speculation)
 
     def __post_init__(self) -> None:
@@ -218,19 +218,19 @@ class Candidate:
     slots_per_rank: int
     redundant: int  # slots of a rank
     interval: int  # windows; 0: nothing is planned
-    sequences: int  # of a rank that runs attention, or its tokens in prefill; 0: weights do not fit
+    sequences: int  # a batch of an attention rank, or its tokens in prefill; 0: weights do not fit
     is_memory_bound: bool  # the KV cache limits the batch, not ``most_sequences``
     kv_bytes: float
     imbalance: float
     step_us: float
-    lost_part: float  # of the time, by moves
-    parts_us: tuple[float, ...]  # of a step: dispatch, experts, combine, and the rest
-    error: float | None  # of its time, by that of experts at these rows; None: not known
-    tokens_per_s: float  # of a rank, attention ranks included
-    attention_ranks: int = 0  # beside the group; 0: its ranks do both
+    lost_part: float  # part of the time that moves take
+    parts_us: tuple[float, ...]  # parts of a step: dispatch, experts, combine, and the rest
+    error: float | None  # error of its time, by that of experts at these rows; None: not known
+    tokens_per_s: float  # tokens of a rank, attention ranks included
+    attention_ranks: int = 0  # ranks beside the group; 0: its ranks do both
     policy: str = NOTHING
     latency_ms: float = 0.0  # ``Question.latency``
-    placement: Placement | None = field(default=None, repr=False)  # that served last
+    placement: Placement | None = field(default=None, repr=False)  # the placement that served last
 
     @property
     def name(self) -> str:
@@ -277,12 +277,12 @@ class Candidate:
 class Batch:
     """One batch of the best candidate: milliseconds are those of ``Question.latency``."""
 
-    sequences: int  # of a rank that runs attention; in prefill its tokens of a step
+    sequences: int  # a batch of an attention rank; in prefill its tokens of a step
     tokens_per_expert: float  # mean, of one step
     none_ms: float  # without balancing, in the same slots
     planned_ms: float
     perfect_ms: float  # no placement is below it
-    none_tokens_per_s: float  # of a rank, as the next two
+    none_tokens_per_s: float  # tokens of a rank, as in the next two
     planned_tokens_per_s: float
     perfect_tokens_per_s: float
 
@@ -304,7 +304,7 @@ class Recommendation:
     question: Question
     candidates: tuple[Candidate, ...]
     unfit: tuple[Candidate, ...]  # whose weights do not fit
-    batches: tuple[Batch, ...] = ()  # of the best candidate, the smallest first
+    batches: tuple[Batch, ...] = ()  # batches of the best candidate, the smallest first
 
     @property
     def best(self) -> Candidate:

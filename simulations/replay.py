@@ -130,10 +130,10 @@ class Scenario(PlanTerms):
 
     load: WindowSeries | LoadHistory  # a source of windows, or a history of them
     plan_every: int = 1  # windows from one plan to the next
-    keep_placements: bool = False  # of every change: memory grows with changes
+    keep_placements: bool = False  # keep the placement of every change: memory grows with changes
     step_model: StepModel | None = None  # None: imbalance alone, no times
     migration: MigrationCost | None = None  # None: what moves takes no time
-    tokens_per_step: float | None = None  # of all ranks, in place of those of the windows
+    tokens_per_step: float | None = None  # tokens of all ranks, in place of those of the windows
     batches: tuple[float, ...] = ()  # tokens of a step of all ranks, which are timed too
 
     def __post_init__(self) -> None:
@@ -247,7 +247,7 @@ class Runner:
         self._plan_ms: list[float] = []
         self._served: SlotLoad | None = None
         self._step_us: list[float] = []
-        self._network_part = 0.0  # of the latest step
+        self._network_part = 0.0  # network's part of the latest step
         self._parts_us: list[tuple[float, ...]] = []
         self._batch_us: list[list[float]] = []
         self._bound_us: list[list[float]] = []

@@ -260,15 +260,15 @@ class AlwaysTaken(Scheme):
 
 
 ULTRA_EP_LEAST, ULTRA_EP_TOLERANCE = 1024, 0.01
-EXACT = 1e-4  # of the mean rank load
+EXACT = 1e-4  # part of the mean rank load
 Load = NDArray[np.float64]
 
 
 class Piece(NamedTuple):
     """Tokens of an expert that a rank with a free slot gets."""
 
-    slot: int  # that gives them
-    rank: int  # that gets them
+    slot: int  # the slot that gives the tokens
+    rank: int  # the rank that gets the tokens
     tokens: float
 
 

@@ -33,7 +33,7 @@ from simulations.windows import Tokens, WindowSeries
 
 DAY_S = 86_400.0
 DRIFT_S = 600.0  # ``drift`` is what the mix walks in so long
-COLDEST = 1e-4  # of a mean expert: real layers have cold experts, and no dead ones in long windows
+COLDEST = 1e-4  # part of a mean expert: in long windows real layers have no dead experts
 # Correlation of decode's with prefill's profile: 0.78 to 0.85 in ranks on questions and answers.
 DECODE_SPREAD = 0.35
 
@@ -51,10 +51,10 @@ class Traffic:
     top_k: int = 8
     windows: int = 288
     window_s: float = 300.0
-    tokens: int = 1_000_000  # of a window at the mean rate, before top-k
+    tokens: int = 1_000_000  # tokens of a window at the mean rate, before top-k
     steps: int = 100  # forward passes of a window
     decode: int = 1  # 0: prefill
-    shape_low: float = 1.6  # of the Gamma profiles, by layer: 1 / CV^2
+    shape_low: float = 1.6  # least shape of the Gamma profiles, by layer: 1 / CV^2
     shape_high: float = 4.8
     hot_layers: float = (
         0.03  # part of the layers with one expert that ``hot_share`` of tokens go to
@@ -62,12 +62,12 @@ class Traffic:
     hot_share: float = 0.5  # at most; at least 0.05
     domains: int = 8
     domain_spread: float = 0.3  # sigma: 0.15 mixed traffic, 0.8 single domains
-    requests: float = 512.0  # that a window holds, as the mix of domains varies
+    requests: float = 512.0  # requests of a window, as the mix of domains varies
     dispersion: float = 30.0  # variance over that of independent tokens: 2 to 5 prefill, 30 decode
     drift: float = 0.15  # random walk of the mix in ten minutes, in sigmas
     diurnal: float = 0.3  # how far rate and mix swing in a day
     shift_hours: float = 12.0  # mean time between sudden shifts of the mix; 0: none
-    profile: str = "gamma"  # of experts: one of PROFILES
+    profile: str = "gamma"  # profile of experts: one of PROFILES
 
     def __post_init__(self) -> None:
         for name in ("layers", "experts", "top_k", "tokens", "steps", "domains"):
@@ -227,7 +227,7 @@ def mixes(
     """Shares of the domains [D] and the rate of tokens, window by window."""
     size = traffic.domains
     walk = rng.normal(0.0, 1.0, size)
-    hour = rng.uniform(0.0, 1.0, size)  # of the day at which a domain is busiest
+    hour = rng.uniform(0.0, 1.0, size)  # hour of the day at which a domain is busiest
     step = min(1.0, traffic.drift * (traffic.window_s / DRIFT_S) ** 0.5)
     stays = (1.0 - step**2) ** 0.5  # so that the walk keeps its spread over any number of days
     often = traffic.window_s / (traffic.shift_hours * 3600.0) if traffic.shift_hours else 0.0

@@ -123,8 +123,8 @@ class LogSettings:
     deployment: str | None = None
 
 
-_settings = LogSettings()  # of this process
-_process_fields: dict[str, Field] = {}  # of every record of this process
+_settings = LogSettings()  # the settings of this process
+_process_fields: dict[str, Field] = {}  # fields of every record of this process
 
 
 def _now(value: Field) -> int | str | None:

@@ -65,7 +65,7 @@ function paint() {
 dark.addEventListener("change", paint);
 addEventListener("load", paint);
 """
-MOST_MARKED = 12  # of an axis that counts
+MOST_MARKED = 12  # marks of an axis that counts
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ReportPage:
     conclusions: Sequence[str]
     tables: Sequence[TextTable]
     figures: Sequence[Figure]
-    inputs: dict[str, object]  # by what they are called; the command is among them
+    inputs: dict[str, object]  # values by what they are called; the command is among them
     limits: str = "No queue and no scheduler is modelled: batches are full."
 
     def write(self, path: Path) -> None:
@@ -100,7 +100,9 @@ class ReportPage:
         from plotly.offline import get_plotlyjs
 
         title = escape(self.title)
-        found = "".join(f"<li>{escape(sentence)}</li>" for sentence in self.conclusions)
+        # An arrow of two characters may be split between two lines.
+        sentences = [sentence.replace(" -> ", " → ") for sentence in self.conclusions]
+        found = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
         short, long = (
             "".join(_table(one) for one in self.tables if one.is_long is wanted)
             for wanted in (False, True)
@@ -164,7 +166,8 @@ def framed(figure: Any, x_title: str, y_title: str) -> Any:
         margin={"t": 20, "l": 60, "r": 20, "b": 60},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "y": -0.2},
+        legend={"orientation": "h", "y": -0.25},
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#888"},
         xaxis={"automargin": True},
         yaxis={"automargin": True},
     )

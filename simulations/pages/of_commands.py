@@ -25,8 +25,9 @@ from simulations.pages.document import (
     whole_numbers,
 )
 from simulations.recommend import Recommendation, batch_table, candidate_table
-from simulations.replay import Replay, Scenario
+from simulations.replay import UNBALANCED, Replay, Scenario
 from simulations.report import best_policy, comparison_table
+from simulations.sweep.grid import SweepTask
 from simulations.sweep.results import Row, rows_table
 
 
@@ -181,6 +182,8 @@ def _throughput(go: Any, judged: dict[str, dict[str, Any]]) -> Any:
         orientation="h",
         marker={"color": [colour_of(number) for number in range(len(timed))]},
         text=[f"{one['tokens_per_s_per_rank']:.0f}" for one in timed.values()],
+        textposition="outside",  # within a bar its contrast depends on the bar's colour
+        cliponaxis=False,
     )
     framed(figure, "tokens/s of a rank", "")
     figure.update_yaxes(autorange="reversed")
@@ -199,7 +202,8 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
     # As far below 1 as above, so that the middle of the colours is perfect balance.
     reach = max(0.5, float(np.percentile(np.concatenate(ratios), 99)) - 1.0)
     found = []
-    for name, ratio in zip(("contiguous", replay.policy), ratios, strict=True):
+    names = ["contiguous"] if replay.policy in UNBALANCED else ["contiguous", replay.policy]
+    for name, ratio in zip(names, ratios, strict=False):
         figure = go.Figure()
         figure.add_heatmap(z=ratio, colorscale="RdBu_r", zmin=1.0 - reach, zmax=1.0 + reach)
         layers, ranks = ratio.shape
@@ -214,13 +218,11 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
 BALANCES = ("without balancing", "planned", "bound of any placement")
 
 
-def recommendation_page(
-    answer: Recommendation, load: str, expert_times: str, command: str
-) -> ReportPage:
+def recommendation_page(answer: Recommendation, load: str, inputs: dict[str, object]) -> ReportPage:
     """The page of ``eplb recommend``.
 
     Args:
-        command: that made it, as typed.
+        inputs: by what they are called; the command is among them.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -264,7 +266,7 @@ def recommendation_page(
         answer.sentences(),
         [candidate_table(answer), *([batch_table(answer)] if answer.batches else [])],
         figures,
-        {"command": command, "load": load, "expert times": expert_times},
+        inputs,
         "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
         "take turns: two batches in a pipeline between them are not modelled.",
     )
@@ -377,12 +379,12 @@ def _by(go: Any, rows: Sequence[Row], name: str, x_title: str, y_title: str) -> 
     return figure
 
 
-def words(row: Row) -> str:
+def words(one: Row | SweepTask) -> str:
     """A configuration, as sentences have it."""
     return (
-        f"{row.policy} on {counted(row.ranks, 'rank')}, {row.slots} slots, "
-        f"a plan every {'window' if row.interval == 1 else f'{row.interval} windows'}, "
-        f"{row.dispatch}, seed {row.seed}"
+        f"{one.policy} on {counted(one.ranks, 'rank')}, {one.redundant} redundant a rank, "
+        f"a plan every {'window' if one.interval == 1 else f'{one.interval} windows'}, "
+        f"{one.dispatch}, seed {one.seed}"
     )
 
 

@@ -24,7 +24,7 @@ from simulations.peers.engines import deepseek_slots
 from simulations.peers.flashlb import FlashlbWhenDue, flashlb
 from simulations.peers.swift import swift_balancer
 
-KEPT = 0.6  # of the moving average when a window comes
+KEPT = 0.6  # part of the moving average when a window comes
 
 
 def greedy_on_last(problem: Problem) -> Placement:

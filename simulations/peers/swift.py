@@ -34,7 +34,7 @@ from simulations.peers.engines import Table, kept_in_place, placement_of, table_
 
 MOST_SWAPS = 100
 GOOD_ENOUGH = 1.01  # imbalance of a layer that is not changed
-LEAST_GAIN = 0.01  # of a fair rank's load, for a swap
+LEAST_GAIN = 0.01  # least gain of a swap, as a part of a fair rank's load
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class SwiftLayer:
     load: NDArray[np.float32]  # [R]
     weight: NDArray[np.float32]  # [E] of one replica
     sent: NDArray[np.bool_]  # [R, R] whether a rank has sent the other an expert
-    received: list[set[int]]  # of each rank
+    received: list[set[int]]  # experts that each rank received
 
     def take(self, rank: int, slot: int, expert: int, sender: int) -> None:
         """Put a replica into a slot."""

@@ -71,9 +71,9 @@ class EngineSide:
     """The engine's side."""
 
     account: Account
-    plans: EnginePlans  # as decided with the first window
+    plans: EnginePlans  # the first window decides
     serving: Placement
-    has_map: bool  # of the first window
+    has_map: bool  # the first window has a map
     redundant: int
     failed: int = 0  # replayed plans
     _since_plan: list[NDArray[np.int64]] = field(default_factory=list)
@@ -268,7 +268,7 @@ class Account:
     """Imbalance and moves of each judged window."""
 
     terms: PlanTerms
-    serving: Placement  # in the latest judged window; at first, the one at the start
+    serving: Placement  # the map of the latest judged window; at first, that of the start
     worst: float = 1.0  # one layer in one window
     rebalances: int = 0
     _imbalance: list[float] = field(default_factory=list)  # [T] mean over layers

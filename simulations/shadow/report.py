@@ -26,7 +26,7 @@ from simulations.shadow.comparison import Account, Comparison, EngineSide, Varia
 
 SCHEMA = "eplb-shadow/1"
 UNTOLD = ("no difference", "too few windows")
-UNITS = {  # of differences below the one of imbalance
+UNITS = {  # units of the differences below that of imbalance
     "bytes": "bytes moved less in a window",
     "move_seconds": "seconds of moves less in a window",
     "net_seconds": "seconds won in a window, moves paid",

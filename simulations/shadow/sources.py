@@ -77,7 +77,7 @@ class WindowSource(Protocol):
     """Where windows come from."""
 
     skips: Skips
-    notes: dict[str, None]  # of readers, each once
+    notes: dict[str, None]  # notes of readers, each once
 
     def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows that are new."""
@@ -134,11 +134,11 @@ class FileSource:
     def __init__(self, places: Sequence[Path], options: SourceOptions) -> None:
         self.skips, self.notes = Skips(), dict[str, None]()
         self._places, self._options = places, options
-        self._stamps: dict[Path, tuple[int, int]] = {}  # as of the previous poll
-        self._tried: dict[Path, tuple[int, int]] = {}  # as they were when they were read
+        self._stamps: dict[Path, tuple[int, int]] = {}  # sizes and times at the previous poll
+        self._tried: dict[Path, tuple[int, int]] = {}  # sizes and times when they were read
         self._used: set[Path] = set()
         self._lines: dict[Path, LineWindows] = {}
-        self._map: Placement | None = None  # of the latest file that holds a placement alone
+        self._map: Placement | None = None  # map of the latest file that holds a placement alone
 
     def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows of files that are new and complete."""

@@ -55,7 +55,7 @@ class SweepSettings:
     is_overlapped: bool = False
     past_windows: int = 16
     ranks_per_node: int = 8
-    precision: str | None = None  # of the experts; None: that of the model's checkpoint
+    precision: str | None = None  # precision of the experts; None: that of the model's checkpoint
 
     def __post_init__(self) -> None:
         for name in ("past_windows", "ranks_per_node"):
@@ -73,7 +73,7 @@ class SweepTask:
     interval: int  # windows from one plan to the next
     policy: str
     dispatch: str
-    seed: int  # of the planner, and of generated load
+    seed: int  # seed of the planner, and of generated load
 
     @property
     def digest(self) -> str:
@@ -144,7 +144,7 @@ class Recorded:
     """Windows that were read before, the same for every task."""
 
     tokens: NDArray[np.int64] | Path  # [T, L, E], or a file of them that all workers map
-    digest: str  # of counts, steps, phase and skipped windows
+    digest: str  # digest of counts, steps, phase and skipped windows
     steps: int
     phase: Phase
     skipped: int

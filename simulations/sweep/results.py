@@ -34,8 +34,8 @@ class Row:
     hardware: str | None
     ranks: int
     nodes: int
-    slots: int  # of a layer, all ranks together
-    redundant: int  # of each rank
+    slots: int  # slots of a layer, all ranks together
+    redundant: int  # redundant slots of each rank
     interval: int  # windows
     policy: str
     dispatch: str

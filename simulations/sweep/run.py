@@ -38,7 +38,7 @@ from simulations.report import summary
 from simulations.sweep.grid import Load, Recorded, SweepTask, software
 from simulations.sweep.results import Results, Row, write_rows
 
-TRIES = 2  # of a task whose worker dies
+TRIES = 2  # attempts at a task whose worker dies
 TASK_S = 3600.0  # a task of 24 h of windows took 2 minutes
 
 
@@ -59,7 +59,7 @@ Executor = Callable[[Work, Sequence[SweepTask]], Iterator[Row | FailedTask]]
 class Sweep:
     """What a run of a sweep did."""
 
-    rows: tuple[Row, ...]  # of all finished tasks, in the order of the grid
+    rows: tuple[Row, ...]  # rows of all finished tasks, in the order of the grid
     failures: tuple[FailedTask, ...]
     num_skipped: int  # were finished before
     table: Path
@@ -104,8 +104,8 @@ def on_this_host(load: Load, folder: Path) -> Load:
     return load.saved(folder) if isinstance(load, Recorded) else load
 
 
-END_S = 2.0  # from a failure to the end of its process: the executor reads the failure meanwhile
-STUCK_S = 30.0  # beyond the deadline, of a thread that lets no other one run
+END_S = 2.0  # from a failure to the end of its process, in which the executor reads it
+STUCK_S = 30.0  # time beyond the deadline, for a thread that lets no other one run
 MOST_FRAMES = 4
 STDERR = 2  # a number, which is there whatever sys.stderr was replaced by
 
@@ -213,7 +213,7 @@ def _outcome(future: Future[Row], task: SweepTask) -> Row | FailedTask | None:
         return future.result()
     except BrokenProcessPool:
         return None
-    except Exception as exc:  # of one task: the others go on
+    except Exception as exc:  # one task fails, and the others go on
         return FailedTask(task, f"{type(exc).__name__}: {exc}")
 
 

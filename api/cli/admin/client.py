@@ -22,7 +22,7 @@ from api.operations.declaration import Answer, Ask, Operation
 from eplb.errors import ConfigError, EplbError
 
 IN_SERVICE_S = 10.0  # a service waits for its controller for that time
-MARGIN_S = 30.0  # beyond the time that the service waits for the controller
+MARGIN_S = 30.0  # a request has it beyond the time that the service waits for the controller
 KEY = "EPLB_KEY"  # the environment variable with the key of a service: arguments are listed by ps
 
 

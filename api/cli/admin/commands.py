@@ -118,7 +118,7 @@ def _base(hint: Any) -> tuple[Any, Meaning]:
 def _option(hint: Any, default: Any, spelled: str | None) -> tuple[Any, Any]:
     """Give typer an argument (``spelled`` is None) or an option."""
     base, meaning = _base(hint)
-    about = meaning.text.replace("null:", "without:")  # which is how null is given here
+    about = meaning.text.replace("null:", "without:")  # an option is left out in place of null
     if get_origin(base) is Literal:  # the API checks it, and names those that it knows
         about, base = f"{', '.join(get_args(base))}; {about}", str
     about = f"{about[:1].upper()}{about[1:]}"

@@ -45,7 +45,7 @@ from telemetry.formats.types import ReadOptions
 
 HARDWARE, OTHER_US = "h200", 100.0  # where the user tells none
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
-NUM_COLUMNS = 11  # of the table of candidates, in 80 characters
+NUM_COLUMNS = 11  # columns of candidates that fit into 80 characters
 STEP_TOKENS = 16_384  # tokens of a rank in a step of prefill
 
 
@@ -177,7 +177,13 @@ def recommend_command(
         answer = recommend(replace(question, windows=counted))
     best, source = answer.best, kernel.source
     assert best.placement is not None, "the best candidate was replayed"
-    plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
+    inputs: dict[str, object] = {
+        "command": command_line(),
+        "load": Path(trace).name,
+        "expert times": source,
+        "assumed": "; ".join(assumed) or "nothing",
+    }
+    plots.write(lambda: recommendation_page(answer, Path(trace).name, inputs))
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
     stated = [

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from enum import Enum
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,7 +31,7 @@ from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
 from simulations.inputs import model_of, windows_of
-from simulations.pages.of_commands import sweep_page
+from simulations.pages.of_commands import sweep_page, words
 from simulations.peers import register_peers
 from simulations.replay import check_names
 from simulations.step_time import hardware_named
@@ -40,7 +39,6 @@ from simulations.sweep.grid import (
     Generated,
     Load,
     SweepSettings,
-    SweepTask,
     recorded,
     software,
     tasks_of,
@@ -61,14 +59,7 @@ from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
 MOST_SHOWN = 20  # rows of the terminal's table
-NUM_COLUMNS = 9  # of 80 characters
-
-
-class ExecutorName(Enum):
-    """Where tasks run."""
-
-    PROCESSES = "processes"
-    RAY = "ray"
+NUM_COLUMNS = 9  # columns of rows that fit into 80 characters
 
 
 @with_options
@@ -93,8 +84,8 @@ def sweep_command(
     overlap: Overlap = False,
     steps: Steps = None,
     executor: Annotated[
-        ExecutorName, typer.Option(help="Processes of this host, or a Ray cluster.")
-    ] = ExecutorName.PROCESSES,
+        Literal["processes", "ray"], typer.Option(help="Processes of this host, or a Ray cluster.")
+    ] = "processes",
     workers: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Processes; all cores if not given.")
     ] = None,
@@ -121,9 +112,12 @@ def sweep_command(
         seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
     )
     results = Results(output)
-    execute = _executor(executor, workers)
-    if executor is ExecutorName.PROCESSES:
+    execute: Executor = run_on_ray
+    if executor == "processes":
+        execute = partial(run_on_processes, num_workers=workers or num_cores())
         load = on_this_host(load, output)
+    elif workers is not None:
+        raise ConfigError("--workers is for processes; a Ray cluster has its own, expected none")
     with progress("tasks", len(tasks), is_shown=not json_output) as advance:
         done = sweep(load, tasks, results, execute, advance, task_s=task_minutes * 60)
     best_first = sorted(done.rows, key=lambda row: row.order)
@@ -135,7 +129,7 @@ def sweep_command(
         table = rows_table(best_first, MOST_SHOWN).for_terminal(NUM_COLUMNS)
         print_plain(table, f"{done.table}: {skipped}")
     for failure in done.failures:
-        print_error(f"{_words(failure.task)}: {failure.reason}")
+        print_error(f"{words(failure.task)}: {failure.reason}")
     if done.failures or any(row.failed for row in done.rows):
         raise typer.Exit(INCOMPLETE)
 
@@ -164,28 +158,13 @@ def _rule(name: str) -> DispatchRule:
         raise ConfigError(f"unknown dispatch rule {name!r}, expected one of: {known}") from exc
 
 
-def _executor(executor: ExecutorName, workers: int | None) -> Executor:
-    if executor is ExecutorName.PROCESSES:
-        return partial(run_on_processes, num_workers=workers or num_cores())
-    if workers is not None:
-        raise ConfigError("--workers is for processes; a Ray cluster has its own, expected none")
-    return run_on_ray
-
-
-def _words(task: SweepTask) -> str:
-    return (
-        f"{task.policy} on {counted(task.ranks, 'rank')}, {task.redundant} redundant, "
-        f"every {task.interval}, {task.dispatch}, seed {task.seed}"
-    )
-
-
 def _as_json(done: Sweep) -> dict[str, object]:
     return {
         "table": str(done.table),
         "skipped": done.num_skipped,
         "ran": len(done.rows) - done.num_skipped,
         "failures": [
-            {"task": one.task.digest, "configuration": _words(one.task), "reason": one.reason}
+            {"task": one.task.digest, "configuration": words(one.task), "reason": one.reason}
             for one in done.failures
         ],
         "rows": [asdict(row) for row in done.rows],
