@@ -15,14 +15,13 @@ weights), ``scrub_schedule`` (idle steps), ``mover`` (bytes) and ``watcher`` (th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from eplb.core.load import Phase as LoadPhase
@@ -54,7 +53,6 @@ from runtime.counters import SlotCounter
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import (
-    BATCH_FAULTS,
     EXPERT_TIMES,
     REPORT_EVERY_S,
     STEP_TIMES,
@@ -186,15 +184,6 @@ class RankAgent:
         """
         with self._failures():
             return self._step(step, phase)
-
-    def watch_faults(self, counters: Mapping[str, torch.Tensor]) -> None:
-        """Read these counters of the device with each sample; once, before the start.
-
-        Args:
-            counters: ``runtime.batch.split.BatchSplit.faults``. Late counts are a warning, and part
-                of this rank's reports.
-        """
-        self._sampler.faults.watch(counters)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -564,7 +553,6 @@ class RankAgent:
             detail={
                 "to_stage": sum(map(len, share.moves)) if share is not None else 0,
                 "bytes_by_source": dict(stage.bytes_by_source),
-                BATCH_FAULTS: dict(self._sampler.faults.counts),
                 "experts_moved": figures.experts_moved,
                 "rebalances": figures.rebalances,
                 "staged": stage.num_staged,

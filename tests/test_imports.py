@@ -69,10 +69,13 @@ RULES = {
         "numpy torch vllm prometheus_client",
     ),
     "rebalance/engines/common/fsck": rule(
-        "eplb runtime rebalance.types rebalance.engines.common telemetry.state", "numpy torch"
+        "eplb runtime rebalance.types rebalance.engines.common rebalance.weights.expert_records "
+        "telemetry.state",
+        "numpy torch",
     ),
     "rebalance/engines/sglang": rule(
-        "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
+        "eplb telemetry runtime rebalance.engines rebalance.weights.expert_records",
+        "numpy torch sglang",
     ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule("eplb telemetry", "numpy"),

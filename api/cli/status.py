@@ -230,7 +230,6 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
         "pace": f"{state.pace.part:g} of the deployment's own; {state.pace.reason}",
         "curve": state.expert_curve,
-        "batches": state.batch,
         "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
         "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
     }

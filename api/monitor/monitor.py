@@ -50,7 +50,7 @@ from api.monitor.state import (
     State,
     WindowScore,
 )
-from api.monitor.verdict import STALLED_AFTER_S, judged, leadership, tokens_due_s
+from api.monitor.verdict import judged, leadership, tokens_due_s
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
@@ -75,8 +75,6 @@ from telemetry.state.membership import MembershipChange
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import (
-    BATCH,
-    BATCH_FAULTS,
     STEP_MS,
     STEP_TIMES,
     WAIT_MS,
@@ -103,7 +101,6 @@ class Monitor:
             them are recorded in the store. None: none is kept.
         clock: seconds since the epoch, of every age; None: the store's.
         supervision: what the process that supervises others knows; by default none does.
-        stalled_after_s: of the verdict.
         folder: the state folder; None: not known here.
         latest: so many samples of each rank are read at first, the latest; None: all.
     """
@@ -115,14 +112,12 @@ class Monitor:
         history: History | None = None,
         clock: Clock | None = None,
         supervision: Callable[[], SupervisionView] = SupervisionView,
-        stalled_after_s: float = STALLED_AFTER_S,
         folder: Path | None = None,
         latest: int | None = None,
     ) -> None:
         self._folder, self._latest = folder, latest
         self.store, self.anomalies = store, AnomalyLog()
         self.clock, self.supervision = clock or StoreClock(store), supervision
-        self._stalled_after_s = stalled_after_s
         self._lock = threading.RLock()
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -242,8 +237,7 @@ class Monitor:
             self._read_samples()
             of_run = rank_tally(self.store.rank_states(info.run))
             of_run[("samples_stored",)] = sum(self.store.sample_counts(info.run).values())
-            # Faults of batches are those of the current run.
-            self._earlier.update({k: n for k, n in of_run.items() if k[0] != BATCH_FAULTS})
+            self._earlier.update(of_run)
         if known is None:
             since = self.clock() - KEPT_S
             self._history.note_minutes(minute_scores(self.store, runs, since))
@@ -294,7 +288,7 @@ class Monitor:
     def _read_samples(self) -> None:
         # Windows are scored before the folder drops them: a page is half of what it keeps.
         page = min(SAMPLES_PER_READ, max(1, self._topology.num_ranks * KEPT_WINDOWS // 2))
-        limit_s = tokens_due_s(self._stalled_after_s, self._sample_every_s())
+        limit_s = tokens_due_s(self._sample_every_s())
         num_stored = 0
         if self._num_pruned is None:
             num_stored = sum(self.store.sample_counts(self._reader.run.run).values())
@@ -371,7 +365,7 @@ class Monitor:
 
     def judged(self, seen: Reading) -> Reading:
         """Judge a reading, and note what is wrong."""
-        found = judged(seen, self._stalled_after_s)
+        found = judged(seen)
         self.anomalies.note(found)
         return found
 
@@ -474,9 +468,6 @@ class Monitor:
             migration=_progress_of(self._published, self._states, model),
             pace=self._pace(float(effective.get("step_time_budget", 0.0))),
             expert_curve=self._expert_curve(self._live.text("curve")),
-            # Alike on all ranks unless an engine is not.
-            batch="; ".join(sorted({str(one.detail.get(BATCH, "off")) for one in self._states}))
-            or "off",
             bytes_by_source={k[1]: n for k, n in of_ranks.items() if k[0] == "bytes_by_source"},
             experts_moved=of_ranks[("experts_moved",)],
             swap_pauses_ms=tuple(

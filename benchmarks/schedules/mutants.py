@@ -17,8 +17,7 @@ from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import RankPhase, Swap
 from rebalance.protocol.voter import Voter
-from rebalance.stage.mover import Mover
-from rebalance.stage.ring import StagingRing
+from rebalance.stage.mover import Mover, StagingRing
 from rebalance.stage.stager import Stager
 from rebalance.swap.swapper import Swapper
 from runtime.streams import Completion

@@ -72,8 +72,6 @@ def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
     """Why the ranks of this deployment cannot serve on after a death; "": they can."""
     if not built.config.serve_on:
         return "agent.serve_on is off"
-    if built.config.batch.split:
-        return "batch.split is on and exchanges counts in the broken group, expected off"
     return ""
 
 

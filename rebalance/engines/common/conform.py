@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 import eplb
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, reason_of
 from rebalance.engines.common.fsck.check import (
     EngineView,
     PlacementCheck,
@@ -49,8 +49,7 @@ from rebalance.engines.common.fsck.check import (
     digests_of,
 )
 from rebalance.engines.common.fsck.report import CONFORMANCE, Fault
-from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.start import reason_of
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rebalance.engines.common.conform import LayerVerdict, report, verdicts_of
-from rebalance.engines.common.gauge import value_of
+from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import INTERVAL, NUM_RANKS, config_in, on_ranks
 from tests.support.engines.sglang_ranks import MOE, make_rank
 
