@@ -97,6 +97,11 @@ class Deployment:
             self.store.append([replace(sample, phase=phase) for sample in samples])
             self.next_window += 1
 
+    def decide_on(self, controller: Controller, load: Any, **served: Any) -> None:
+        """Report windows as ``serve`` does, and give a controller its turn."""
+        self.serve(load, **served)
+        controller.turn()
+
     @property
     def ranks(self) -> range:
         return range(self.topology.num_ranks)

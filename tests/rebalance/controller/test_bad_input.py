@@ -39,8 +39,7 @@ def test_rollback_against_a_pin_names_it_and_the_next_plan_restores_it(
 ) -> None:
     store, controller = deployment.store, deployment.controller()
     store.change_live({"pins": "0/0:1"}, reason="its users are near rank 1")
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
     assert 0 in deployment.swap().target.slot_to_expert[0, 3:]
     deployment.serve(EVEN)
     store.submit("rollback", {"generation": 0, "reason": "look", "dry_run": False})
@@ -48,8 +47,7 @@ def test_rollback_against_a_pin_names_it_and_the_next_plan_restores_it(
 
     assert 0 not in deployment.swap().target.slot_to_expert[0, 3:]
     assert "layer 0: expert 0 is pinned to rank 1" in deployment.last_plan()["reason"]
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
     assert 0 in deployment.published().target.slot_to_expert[0, 3:]
 
 
@@ -121,8 +119,7 @@ def test_committed_placements_survive_samples_and_clocks_that_jump(
     controller = deployment.controller()
     for jump_s in (0.0, HOUR_S, -2 * HOUR_S, 4 * HOUR_S):
         deployment.clock.now += jump_s
-        deployment.serve(SKEWED if jump_s >= 0 else SKEWED[::-1], windows=ENOUGH)
-        controller.turn()
+        deployment.decide_on(controller, SKEWED if jump_s >= 0 else SKEWED[::-1], windows=ENOUGH)
         if deployment.store.published() is not None:
             deployment.swap()
 
@@ -173,8 +170,7 @@ def test_plan_whose_publication_is_answered_late_is_published_and_judged_once(
     controller.turn()
     assert len(events(store, "publish")) == 1
     late.swap()
-    late.serve(SKEWED, windows=ENOUGH)
-    controller.turn()
+    late.decide_on(controller, SKEWED, windows=ENOUGH)
 
     (judged,) = events(store, "promise")
     assert judged.detail["generation"] == 1
@@ -185,8 +181,7 @@ def test_request_whose_publication_is_answered_late_does_not_end_before_its_outc
     late: Deployment,
 ) -> None:
     store, controller = late.store, late.controller()
-    late.serve(EVEN)
-    controller.turn()
+    late.decide_on(controller, EVEN)
     late.serve(SKEWED)
     task = store.submit("rebalance", {"dry_run": False, "reason": "hot expert"})
     with pytest.raises(StoreError):

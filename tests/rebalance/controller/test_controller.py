@@ -69,19 +69,16 @@ def test_before_it_decides_it_names_what_a_host_would_need(deployment: Deploymen
     store, two_hosts = deployment.store, Topology.uniform(2, 1, slots_per_rank=3)
     deployment = Deployment(store, "two hosts", topology=two_hosts)
     controller = deployment.controller()
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
     assert store.candidates() == Candidates(((), ()))
 
     store.set_control(Control(observe=True), reason="look first")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert store.published() is None
     assert store.candidates() == Candidates(((), ((0, 0),)))  # expert 0, for the host of rank 1
     version = store.version()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert store.candidates() == Candidates(((), ((0, 0),)))
     planned = windows_planned(deployment).count(2)
     assert store.version() == version + planned, "what is no news wakes nobody"
@@ -131,8 +128,7 @@ def test_controller_without_run_samples_or_placement_decides_nothing() -> None:
 def test_keep_has_a_reason_and_is_recorded_periodically(deployment: Deployment) -> None:
     controller = deployment.controller(keep_every_windows=3)
     for _ in range(7):
-        deployment.serve(EVEN)
-        controller.turn()
+        deployment.decide_on(controller, EVEN)
         controller.turn()
 
     assert windows_planned(deployment) == [0, 3, 6]
@@ -155,8 +151,7 @@ def test_window_with_a_missing_rank_is_planned_on_once_it_is_complete(
     deployment: Deployment, is_completed: bool
 ) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED, silent=1)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, silent=1)
     assert decisions(deployment.store) == []
 
     if is_completed:
@@ -171,17 +166,13 @@ def test_window_with_a_missing_rank_is_planned_on_once_it_is_complete(
 
 def test_plan_after_a_load_change_uses_the_new_load_only(deployment: Deployment) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
-    deployment.serve(SKEWED, windows=6)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=6)
 
-    deployment.serve(REVERSED)
-    controller.turn()
+    deployment.decide_on(controller, REVERSED)
     moved = deployment.swap()
-    deployment.serve(REVERSED, windows=3)
-    controller.turn()
+    deployment.decide_on(controller, REVERSED, windows=3)
 
     # A mean of more windows, some of them of the old load, would have asked for another move.
     assert [event.detail["windows"] for event in events(deployment.store, "plan")] == [1, 7, 1, 4]
@@ -220,8 +211,7 @@ def test_plan_without_movement_is_an_event_and_made_again_once_movement_is_on(
     assert event["reason"].endswith(f"(not moved: {why})")
     assert deployment.store.published() is None
     deployment.store.set_control(Control(), reason="go")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert deployment.published().base.generation == 0
 
 
@@ -250,8 +240,7 @@ def test_plan_overtaken_by_a_commit_is_withdrawn_and_replanned(clock: Clock) -> 
 
     controller.turn()
     assert store.published() is None
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert deployment.published().base.generation == 5
 
@@ -275,13 +264,11 @@ def test_restarted_controller_reads_the_load_and_plans_over_no_open_migration(
 
 def test_live_pay_back_time_applies_from_the_next_turn(deployment: Deployment) -> None:
     controller = deployment.controller(cost=CostModel(pay_back_s=0.01))
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert "saves 0" in deployment.last_plan()["reason"]
 
     deployment.store.change_live({"pay_back_s": 60.0}, reason="longer")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert decisions(deployment.store) == ["KEEP", "MOVE"]
     assert "in 30 s" in deployment.last_plan()["reason"]  # half of it: the load is two windows old
@@ -290,12 +277,10 @@ def test_live_pay_back_time_applies_from_the_next_turn(deployment: Deployment) -
 def test_removed_live_value_gives_way_to_the_static_one(deployment: Deployment) -> None:
     deployment.store.change_live({"pay_back_s": 0.01, "policy": "greedy"}, reason="try")
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     deployment.store.change_live({"pay_back_s": None}, reason="as before")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert decisions(deployment.store) == ["KEEP", "MOVE"]
     assert [one.detail["policy"] for one in events(deployment.store, "plan")] == ["greedy"] * 2
@@ -313,13 +298,11 @@ def test_restarted_controller_takes_live_values_from_the_store(deployment: Deplo
 def test_pause_for_a_time_holds_plans_back_until_it_expires(deployment: Deployment) -> None:
     controller = deployment.controller()
     deployment.store.change_live({"movement": False}, reason="change 4711", lasts_s=60.0)
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert deployment.store.published() is None
 
     deployment.clock.now += 60.0
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert deployment.published().plan_id == 1
     assert "change 4711" in events(deployment.store, "control")[-1].detail["reason"]
@@ -384,8 +367,7 @@ def test_overdue_migration_is_withdrawn(
 def test_every_migration_has_its_own_deadline(deployment: Deployment) -> None:
     controller = deployment.controller()
     for load in (SKEWED, REVERSED):
-        deployment.serve(load, windows=4)
-        controller.turn()
+        deployment.decide_on(controller, load, windows=4)
         deployment.clock.now += 20.0
         controller.turn()
         deployment.swap()
@@ -433,8 +415,7 @@ def test_nothing_is_published_unless_all_ranks_serve_the_same_weights(
 
 def test_new_run_starts_the_windows_over(deployment: Deployment) -> None:
     controller = deployment.controller()
-    deployment.serve(EVEN, windows=3)
-    controller.turn()
+    deployment.decide_on(controller, EVEN, windows=3)
 
     second = Deployment(deployment.store, "run-2")
     controller.turn()

@@ -208,8 +208,7 @@ def test_controller_that_ends_releases_its_lease(store: Asked, deployment: Deplo
     assert store.lease() is None
 
     deployment.swap()
-    deployment.serve(SKEWED[::-1], windows=4)
-    second.turn()
+    deployment.decide_on(second, SKEWED[::-1], windows=4)
 
     assert [detail["generation"] for detail in details(store, "publish")] == [1, 2]
 

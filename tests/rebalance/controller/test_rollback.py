@@ -30,8 +30,7 @@ AGAINST_REPLICAS = [50_000, 0, 25_000, 25_000]
 def moved(deployment: Deployment) -> Controller:
     """Return the controller of a deployment whose generation 1 serves."""
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
     return controller
 
@@ -82,8 +81,7 @@ def test_rollback_to_what_serves_is_kept(deployment: Deployment) -> None:
 
 def test_rollback_with_spare_slots_is_a_flip(deployment: Deployment) -> None:
     controller = deployment.controller(pace=Pace(mode="flip", spare_slots=1))
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     there = deployment.swap()
     deployment.serve(SKEWED)
     deployment.store.submit("rollback", {"generation": 0, "reason": "x", "dry_run": False})
@@ -118,11 +116,9 @@ def test_plan_that_made_its_windows_worse_is_taken_back_once(
     # No plan of the planner pays; the rule asks for no pay-back.
     changes = {"rollback_loss": 0.2, "pay_back_s": 0.0}
     deployment.store.change_live(changes, reason="a test")
-    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH - 1)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS, windows=ENOUGH - 1)
     assert deployment.store.published() is None
-    deployment.serve(AGAINST_REPLICAS)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS)
 
     migration = deployment.swap()
 
@@ -136,11 +132,9 @@ def test_plan_that_made_its_windows_worse_is_taken_back_once(
 
     # The planner wants the same plan for the next text, and waits.
     deployment.store.change_live({"pay_back_s": None}, reason="a test")
-    deployment.serve(SKEWED, windows=PAUSE_WINDOWS - 1)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=PAUSE_WINDOWS - 1)
     assert "pause after a rollback" in deployment.last_plan()["reason"]
-    deployment.serve(SKEWED, windows=2)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=2)
     assert deployment.published().base.generation == 2
 
 
@@ -157,8 +151,7 @@ def test_plan_within_the_limit_of_the_rule_or_only_observed_is_not_taken_back(
     deployment.store.change_live(changes, reason="a test")
     deployment.store.set_control(control, reason="a test")
 
-    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS, windows=ENOUGH)
 
     assert deployment.store.published() is None
     assert len(events(deployment.store, "promise")) == 1
@@ -177,16 +170,14 @@ def test_plan_after_a_failed_migration_waits_twice_as_long_each_time(
     deployment: Deployment,
 ) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     waits = []
     for _ in range(3):
         fail_migration(deployment)
         failed_at = deployment.clock.now
         while deployment.store.published() is None and deployment.clock.now < failed_at + 100:
             deployment.clock.now += 5
-            deployment.serve(SKEWED)
-            controller.turn()
+            deployment.decide_on(controller, SKEWED)
         waits.append(deployment.clock.now - failed_at)
 
     assert waits == [10, 20, 40]
@@ -196,17 +187,14 @@ def test_back_off_of_a_clock_that_was_set_back_begins_again(
     deployment: Deployment,
 ) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     fail_migration(deployment)
 
     deployment.clock.now -= 500
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert deployment.store.published() is None
     deployment.clock.now += 10
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert deployment.store.published() is not None
 
@@ -223,11 +211,9 @@ def test_new_leader_continues_the_back_off_and_a_commit_ends_it(deployment: Depl
     reason = deployment.last_plan()["reason"]
     assert "failed 1 time, the latest: rank 1 cannot stage; 10 s" in reason
     deployment.clock.now += 10
-    deployment.serve(SKEWED)
-    other.turn()
+    deployment.decide_on(other, SKEWED)
     deployment.swap()
-    deployment.serve(SKEWED[::-1], windows=4)
-    other.turn()
+    deployment.decide_on(other, SKEWED[::-1], windows=4)
 
     assert deployment.published().base.generation == 1
 
@@ -236,15 +222,13 @@ def test_migration_ended_by_the_kill_switch_is_no_failure(
     deployment: Deployment,
 ) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.store.set_control(Control(movement=False), reason="stop")
     controller.turn()
     assert deployment.store.published() is None
     deployment.store.set_control(Control(), reason="go on")
 
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert decisions(deployment.store) == ["MOVE", "MOVE"]
     assert deployment.store.published() is not None
@@ -252,8 +236,7 @@ def test_migration_ended_by_the_kill_switch_is_no_failure(
 
 def test_request_is_carried_out_during_the_back_off(deployment: Deployment) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     fail_migration(deployment)
     deployment.store.submit("rebalance", {"dry_run": False, "reason": "mended"})
 

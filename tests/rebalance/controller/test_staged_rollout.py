@@ -44,27 +44,23 @@ def changed_layers(before: Placement, after: Placement) -> list[int]:
 
 def test_rollout_goes_from_observing_to_all_layers(deployment: Deployment) -> None:
     store, controller = deployment.store, controller_at(deployment, "observe")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert store.published() is None
     assert "observe only" in deployment.last_plan()["reason"]
 
     store.change_live({"stage": "propose"}, reason="plans look right")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert store.published() is None
     (waiting,) = store.proposals()
     assert f"proposal {waiting.id}" in deployment.last_plan()["reason"]
 
     store.change_live({"stage": "layers"}, reason="a first layer")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     few = deployment.swap()
     assert changed_layers(few.base, few.target) == [1]
 
     store.change_live({"stage": "all"}, reason="it gave what it promised")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     rest = deployment.swap()
     assert changed_layers(rest.base, rest.target) == [0]
     stages = [event.detail["stage"] for event in events(store, "plan")]
@@ -75,17 +71,14 @@ def test_next_layers_wait_until_the_ones_before_were_judged(
     deployment: Deployment,
 ) -> None:
     store, controller = deployment.store, controller_at(deployment, "layers")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
 
     for _ in range(ENOUGH - 1):
-        deployment.serve(SKEWED)
-        controller.turn()
+        deployment.decide_on(controller, SKEWED)
         assert store.published() is None
     assert "on 4 windows" in deployment.last_plan()["reason"]
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     assert len(events(store, "promise")) == 1
     further = deployment.swap()
@@ -115,22 +108,18 @@ def test_plan_that_breaches_the_limit_steps_the_rollout_back(
 ) -> None:
     # The planner answers none of what follows, so that the plan is judged as it is.
     store, controller = deployment.store, controller_at(deployment, stage, stage_loss=0.1)
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
     store.change_live({"pay_back_s": 0.0}, reason="a test")
 
-    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH - 1)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS, windows=ENOUGH - 1)
     assert store.live().effective.get("stage") is None
-    deployment.serve(AGAINST_REPLICAS)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS)
 
     assert store.live().effective["stage"] == before
     (change,) = [event for event in events(store, "settings") if "stage" in event.detail["live"]]
     assert "generation 1" in change.detail["reason"]
-    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS, windows=ENOUGH)
     assert store.live().effective["stage"] == before, "one breach is one step"
 
 
@@ -138,12 +127,10 @@ def test_plan_that_keeps_its_promise_steps_nothing_back(
     deployment: Deployment,
 ) -> None:
     store, controller = deployment.store, controller_at(deployment, "all", stage_loss=0.1)
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
 
-    deployment.serve(SKEWED, windows=ENOUGH + 1)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=ENOUGH + 1)
 
     assert len(events(store, "promise")) == 1
     assert events(store, "settings") == []
@@ -170,13 +157,11 @@ def test_step_back_gives_way_to_a_change_by_an_operator(clock: Clock) -> None:
     store.commit(START, expected=None, reason="start")
     deployment = Deployment(store, model=MODEL, clock=clock)
     controller = controller_at(deployment, "all", stage_loss=0.1)
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
     store.change_live({"pay_back_s": 0.0}, reason="a test")
 
-    deployment.serve(AGAINST_REPLICAS, windows=ENOUGH)
-    controller.turn()
+    deployment.decide_on(controller, AGAINST_REPLICAS, windows=ENOUGH)
 
     assert store.live().effective["stage"] == "observe"
     assert store.live().changes["stage"].reason == "the operator's own"

@@ -55,12 +55,10 @@ def test_drained_rank_is_emptied_whatever_the_triggers_and_stays_empty(
 ) -> None:
     rarely = TriggerRules(interval_s=3600.0, cool_down_s=3600.0)
     controller = deployment.controller(triggers=rarely)
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
     assert deployment.store.published() is None
     deployment.store.change_live({"cordons": "2:drain"}, reason="change 4711")
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
 
     emptied = deployment.swap().target
     assert held(emptied, 2) == [EMPTY] * 3
@@ -87,16 +85,14 @@ def test_rank_that_should_not_serve_any_more_is_drained_until_the_operation_is_c
 ) -> None:
     controller = deployment.controller(triggers=TriggerRules(interval_s=3600.0))
     operation = wants(deployment, 0, 1)
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
 
     assert held(deployment.swap().target, 2) == [EMPTY] * 3
     assert deployment.last_plan()["trigger"] == "drain"
     assert deployment.last_plan()["asked"]["cordons"] == "2:drain"
     assert deployment.store.live().text("cordons") == ""  # an operator's own stay apart
     deployment.store.end_membership_change(operation, "cancelled", why="not now")
-    deployment.serve(SKEWED, windows=4)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=4)
     assert deployment.last_plan()["asked"]["cordons"] == ""
 
 
@@ -157,8 +153,7 @@ def test_operation_that_waits_for_a_rank_fails_at_its_deadline_with_what_it_wait
 def test_approval_of_a_drain_needs_no_word_on_what_it_costs(deployment: Deployment) -> None:
     store, controller = deployment.store, deployment.controller()
     store.change_live({"stage": "propose", "cordons": "2:drain"}, reason="change 4711")
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
     (proposal,) = store.proposals()
 
     approved = worked_off(deployment, "approve", proposal=proposal.id, by="alice", reason="go")
@@ -173,8 +168,7 @@ def test_uncordoned_rank_takes_experts_again(deployment: Deployment) -> None:
     controller, drained = deployment.controller(), []
     for cordons in ("2:drain", ""):
         deployment.store.change_live({"cordons": cordons}, reason="change 4711")
-        deployment.serve(SKEWED)
-        controller.turn()
+        deployment.decide_on(controller, SKEWED)
         drained.append(held(deployment.swap().target, 2) == [EMPTY] * 3)
 
     assert drained == [True, False]
@@ -183,8 +177,7 @@ def test_uncordoned_rank_takes_experts_again(deployment: Deployment) -> None:
 def test_cordoned_rank_keeps_what_it_holds_and_takes_nothing_new(deployment: Deployment) -> None:
     controller = deployment.controller()
     deployment.store.change_live({"cordons": "1:cordon"}, reason="its GPU throttles")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     target = deployment.swap().target
     assert held(target, 1) == [2, EMPTY, EMPTY]
@@ -197,8 +190,7 @@ def test_drain_that_slots_do_not_allow_is_recorded_and_ends_no_planning(
 ) -> None:
     controller = deployment.controller()
     deployment.store.change_live({"cordons": "1:drain, 2:drain, 7:cordon"}, reason="too many")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     target = deployment.swap().target
     assert held(target, 1) == [EMPTY] * 3
@@ -213,8 +205,7 @@ def test_rollback_to_a_placement_on_a_drained_or_cordoned_rank_is_refused(
 ) -> None:
     controller = deployment.controller()
     deployment.store.change_live({"cordons": "2:drain"}, reason="change 4711")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
 
     refused = worked_off(deployment, "rollback", generation=0, dry_run=False)

@@ -24,18 +24,15 @@ def ranks_of(placement: Placement, expert: int) -> set[int]:
 
 def test_pinned_expert_is_moved_though_the_load_is_even(deployment: Deployment) -> None:
     controller = deployment.controller()
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
     assert deployment.store.published() is None
 
     deployment.store.change_live({"pins": "0/0:1"}, reason="its users are near rank 1")
-    deployment.serve(EVEN)
-    controller.turn()
+    deployment.decide_on(controller, EVEN)
 
     assert 1 in ranks_of(deployment.swap().target, 0)
     assert deployment.last_plan()["asked"]["pins"] == "0/0:1"
-    deployment.serve(SKEWED, windows=4)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=4)
     published = deployment.store.published()
     assert published is None or 1 in ranks_of(published.target, 0)
     assert events(deployment.store, "error") == []

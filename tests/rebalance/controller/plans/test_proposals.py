@@ -47,15 +47,13 @@ def test_stage_propose_stores_one_proposal_until_it_ends(
     deployment: Deployment, controller: Controller, clock: Clock
 ) -> None:
     for _ in range(3):
-        deployment.serve(SKEWED)
-        controller.turn()
+        deployment.decide_on(controller, SKEWED)
 
     (first,) = deployment.store.proposals()
     assert (first.by, first.trigger, first.expires) == ("controller", "load", 1000.0 + LASTS_S)
     assert deployment.store.published() is None
     clock.now += LASTS_S
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert [one.state for one in deployment.store.proposals()] == ["expired", "open"]
 
 

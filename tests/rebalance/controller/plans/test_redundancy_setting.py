@@ -37,8 +37,7 @@ def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
 ) -> None:
     controller = deployment.controller()
     deployment.store.change_live({"redundancy": "4:0"}, reason="layer 4 is even")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
 
     few = deployment.swap()
 
@@ -47,26 +46,22 @@ def test_layer_uses_only_its_redundant_slots_and_the_plan_records_it(
     assert deployment.last_plan()["asked"]["redundancy"] == "4:0"
 
     deployment.store.change_live({"redundancy": None}, reason="all of them again")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert num_held(deployment.swap().target)[1] > 4
 
 
 def test_layer_gives_slots_up_whatever_that_costs_in_balance(deployment: Deployment) -> None:
     controller = deployment.controller()
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     deployment.swap()
 
     deployment.store.change_live({"redundancy": "3:0, 4:1"}, reason="fewer bytes to move")
-    deployment.serve(SKEWED)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED)
     assert num_held(deployment.swap().target) == [4, 5]
 
     # A plan that had to be made promised no gain, so none is missed.
     deployment.store.change_live({"pay_back_s": 0.0}, reason="a test")
-    deployment.serve(SKEWED, windows=ENOUGH + 1)
-    controller.turn()
+    deployment.decide_on(controller, SKEWED, windows=ENOUGH + 1)
     assert events(deployment.store, "promise") == events(deployment.store, "error") == []
 
 
