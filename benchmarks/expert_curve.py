@@ -56,13 +56,13 @@ SLOTS = (2, 9, 36)
 UNEVEN_SLOTS = 9
 SKEWS = {"mild": 4.7, "middle": 1.6, "strong": 0.7}  # shape of the Gamma draw, as real layers have
 MEAN_ROWS = (8, 64, 256, 1024, 4096)
-DRAWS = 4  # of each skew and batch
-LEAST_WEIGHT_BYTES = 400_000_000  # in turn: eight times the L2 cache of an H200
-LEAST_LAUNCHES, LONG_ROWS = 8, 1024  # of a graph; with more rows of a slot two are enough
-POINT_SECONDS = 0.15  # of measurement
+DRAWS = 4  # draws of each skew and batch
+LEAST_WEIGHT_BYTES = 400_000_000  # weights read in turn: eight times the L2 cache of an H200
+LEAST_LAUNCHES, LONG_ROWS = 8, 1024  # launches of a graph; with more rows two are enough
+POINT_SECONDS = 0.15  # time of one measurement
 START_LAYERS, START_RUNS = 8, 3
-LAUNCHES, REPLAYS = 4, 9  # of each arm, by turns
-PROCESSES = 12  # that compile at once
+LAUNCHES, REPLAYS = 4, 9  # launches and replays of each arm, by turns
+PROCESSES = 12  # processes that compile at once
 
 
 @dataclass(frozen=True)

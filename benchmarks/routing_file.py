@@ -8,11 +8,10 @@ for steps of 64 tokens a rank; the other placements balance tokens. DeepEP's nor
 most 128 slots of a rank within a host, so two ranks need a file of 128 experts for prefill. Traces:
 
     gpt-oss, V2-Lite  recorded routing, widened: layers of 32 experts, or of 64, make one of 256
-                      (``batch_split``). The choices of a recorded token are those of several
-                      tokens, which take as many from every layer. Experts are numbered
-                      anew at random: in order, each layer would be one rank of eight, and every
-                      rank would get the same. Blocks of 32 recorded tokens are mixed, as in a
-                      batch of many requests.
+                      The choices of a recorded token are those of several tokens, which take as
+                      many from every layer. Experts are numbered anew at random: in order, each
+                      layer would be one rank of eight, and every rank would get the same. Blocks
+                      of 32 recorded tokens are mixed, as in a batch of many requests.
     gamma             seeded draws: an expert's part of a layer is Gamma(0.7), the strong skew of
                       ``expert_curve``; after the plan it drifts by a lognormal factor of 0.3.
 """
@@ -27,13 +26,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.batch_split import Case, expert_ids
+from benchmarks.recorded import DATA
 from eplb import LoadHistory, Placement, Topology, plan
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 256, 8, 3
 SLOTS_OF_EXPERT = 9 / 8  # the mean
 POLICIES = ("contiguous", "greedy", "auto", "time")
 RECORDED = {"gpt-oss": 32, "V2-Lite": 64}  # experts of a layer
+FILES = {
+    "gpt-oss": ("gptoss20b_decode.npz",),
+    "V2-Lite": ("dsv2lite_intent.npz", "dsv2lite_summary.npz"),
+}
 MOST_TOKENS = 65_536  # tokens of a trace
 TIMED_TOKENS = 64  # tokens of a rank in a step, for the placement "time"
 BLOCK, HISTORY_WINDOWS = 32, 8
@@ -48,7 +51,7 @@ class Routing:
 
     name: str
     unseen: Ids  # [L, tokens, K] experts of tokens that no placement was planned on
-    placements: dict[str, Placement]  # by policy
+    placements: dict[str, Placement]  # placements by policy
 
     @property
     def num_experts(self) -> int:
@@ -79,22 +82,23 @@ def topology_of(num_ranks: int, num_experts: int) -> Topology:
 
 def recorded(name: str, num_experts: int) -> Ids:
     """[L, tokens, K] of a recorded model, mixed."""
-    case = Case(name, num_experts // RECORDED[name], 1, num_experts)
+    parts = [np.load(DATA / file)["expert_ids"] for file in FILES[name]]
+    if name == "gpt-oss":
+        parts = [part.transpose(1, 0, 2) for part in parts]
+    ids = np.concatenate(parts, axis=1)  # [recorded layers, recorded tokens, choices]
+    num_tokens, wide = ids.shape[1], num_experts // RECORDED[name]  # layers that make one
     rng = np.random.default_rng(SEED)
     number = rng.permutation(num_experts)
-    ids = number[expert_ids(case)[:NUM_LAYERS]]  # [L, recorded tokens, wide * choices of a layer]
-    num_layers, num_tokens, _ = ids.shape
-    by_layer = ids.reshape(num_layers, num_tokens, case.wide, -1)
-    choices = TOP_K // case.wide  # choices of a layer by one token
-    made = by_layer.shape[3] // choices  # tokens of each recorded one; choices left over are unused
-    parts = by_layer[..., : made * choices].reshape(
-        num_layers, num_tokens, case.wide, made, choices
-    )
-    tokens = parts.transpose(0, 1, 3, 2, 4).reshape(num_layers, num_tokens, made, TOP_K)
+    of_layer = (np.arange(wide) * RECORDED[name])[:, None, None]
+    ids = number[ids[: NUM_LAYERS * wide].reshape(NUM_LAYERS, wide, num_tokens, -1) + of_layer]
+    choices = TOP_K // wide  # choices of a layer by one token
+    made = ids.shape[3] // choices  # tokens of each recorded one; choices left over are unused
+    by_token = ids[..., : made * choices].reshape(NUM_LAYERS, wide, num_tokens, made, choices)
+    tokens = by_token.transpose(0, 2, 3, 1, 4).reshape(NUM_LAYERS, num_tokens, made, TOP_K)
     blocks = num_tokens // BLOCK
     order = rng.permutation(blocks)
-    mixed = tokens[:, : blocks * BLOCK].reshape(num_layers, blocks, BLOCK * made, TOP_K)[:, order]
-    return mixed.reshape(num_layers, -1, TOP_K)[:, :MOST_TOKENS].astype(np.uint8)
+    mixed = tokens[:, : blocks * BLOCK].reshape(NUM_LAYERS, blocks, BLOCK * made, TOP_K)[:, order]
+    return mixed.reshape(NUM_LAYERS, -1, TOP_K)[:, :MOST_TOKENS].astype(np.uint8)
 
 
 def drawn(num_experts: int) -> Ids:

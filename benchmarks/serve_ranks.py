@@ -7,8 +7,6 @@ Three layers (hidden 7168, expert 2048, 256 experts and 32 replicas, top-8) in e
 
     contiguous, greedy, auto   placements planned on earlier routing, shares as planned
     time                       the same, planned for the time of experts in decode
-    split                      auto's replicas with the shares of the batch itself
-    memory                     the same, with counts exchanged through GPU memory, not by NCCL
     balanced                   slots in turn: what no placement can beat. Every rank gets the same
                                rows, which is checked
 
@@ -19,8 +17,7 @@ Decode is a CUDA graph over DeepEP's low-latency mode, prefill is eager over its
 travel in FP8 with FP8 experts. Arms take turns, and each step has another batch. A step takes as
 long as its slowest rank: microseconds of a layer, median and 99th percentile over steps. *rows* is
 max/mean of rows received by a rank, the mean over layers and batches. Weights are made up; they are
-as fast as others, and stay where they are while placements change. *memory* is measured with two
-GPUs or more.
+as fast as others, and stay where they are while placements change.
 
 One GPU alone is a group of one rank, which has no balance to gain: it holds all 256 experts.
 ``--device cpu`` runs small shapes over gloo, to try the program.
@@ -31,7 +28,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -47,10 +44,6 @@ from benchmarks.routing_file import NUM_LAYERS, TOP_K, Routing, read, topology_o
 from benchmarks.simulator.local_dispatch import LocalDispatcher
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.shares.switches import BatchSwitches
-from runtime.batch.counts import all_gather_counts
-from runtime.batch.split import BatchSplit, make_split
-from runtime.batch.split_rule import EVERY_BATCH
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.experts import Arena, ExpertBank, ExpertSchema, PlainArena, bank_bytes
@@ -66,7 +59,7 @@ SMALL_HIDDEN, SMALL_INTERMEDIATE = 64, 32  # on a CPU
 SIZES = {"decode": (32, 64, 128), "prefill": (1024, 4096)}  # tokens of a rank
 STEPS = {"decode": 100, "prefill": 20}
 WARM_UP, COUNTED_BATCHES, SEED = 3, 4, 3
-LEAD_CYCLES = 300_000  # of the device, 0.15 ms
+LEAD_CYCLES = 300_000  # cycles of the device, 0.15 ms
 MOST_UNEVEN = 1.01  # max/mean of rows under "balanced"
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # experts [L, T, K], seeds [L]
@@ -123,7 +116,7 @@ def join(device: str) -> Group:
 
 
 class Layers:
-    """The layers of this rank, once for each way to choose slots."""
+    """The layers of this rank."""
 
     def __init__(
         self,
@@ -153,42 +146,18 @@ class Layers:
         spare = topology.num_slots - num_experts
 
         def table(placement: Placement, max_replicas: int) -> RoutingTable:
-            return RoutingTable(
-                placement, max_replicas=max_replicas, device=group.device, topology=topology
-            )
+            return RoutingTable(placement, max_replicas=max_replicas, device=group.device)
 
         self.table = table(start, min(group.size, spare + 1))
         self.in_order = table(Placement(in_order, topology.num_slots), 1)
-        self.split = BatchSplit(
-            self.table,
-            all_gather_counts(group.world),
-            source=group.rank,
-            num_sources=group.size,
-            max_pairs=self.most_tokens * TOP_K,
-            rule=EVERY_BATCH,
-        )
-        self.over_memory = self._split_over_memory() if group.maps_peers else None
         self.shared = made_up_bank(group, "bf16", 1) if shared else None
         self.dispatcher = self._dispatcher(
             dispatcher, mode, use_fp8=precision == "fp8" and group.is_cuda
         )
 
-    def _split_over_memory(self) -> BatchSplit | None:
-        """A split whose counts go through GPU memory."""
-        group = self.group
-        return make_split(
-            BatchSwitches(split=True, exchange="peer_memory"),
-            self.table,
-            group.rank,
-            group.world,
-            group.world,
-            max_pairs=self.most_tokens * TOP_K,
-            rule=EVERY_BATCH,
-        )
-
     def _dispatcher(self, name: str, mode: str, *, use_fp8: bool) -> Dispatcher:
         group, topology = self.group, self.topology
-        if name == "auto" and group.size == 1:  # of which normal mode knows nothing
+        if name == "auto" and group.size == 1:  # normal mode needs several ranks
             name = "deepep" if group.is_cuda and mode == "decode" else "local"
         elif name == "auto":
             name = "deepep" if group.is_cuda else "all_to_all"
@@ -213,21 +182,21 @@ class Layers:
         """What makes a placement serve."""
         return self.table.prepare(placement, range(NUM_LAYERS))
 
-    def of(self, tokens: int, table: RoutingTable, split: BatchSplit | None) -> list[MoELayer]:
-        """Layers that choose slots in one way."""
+    def of(self, tokens: int, table: RoutingTable) -> list[MoELayer]:
+        """Layers that choose slots by a table."""
         experts, made = self.experts(tokens), []
         for layer in range(NUM_LAYERS):
             shared = self.shared and self.shared.weights(layer)
             pair = (shared["gate_up"][0], shared["down"][0]) if shared else None
-            made.append(MoELayer(layer, TOP_K, experts, table, self.dispatcher, pair, split))
+            made.append(MoELayer(layer, TOP_K, experts, table, self.dispatcher, pair))
         return made
 
     def arms(self, tokens: int, placements: dict[str, Placement]) -> dict[str, Arm]:
         """Layers and placement of each arm."""
         hidden, weights = made_up_tokens(self.group, tokens)
 
-        def run_of(table: RoutingTable, split: BatchSplit | None = None) -> Callable[[Batch], None]:
-            layers = self.of(tokens, table, split)
+        def run_of(table: RoutingTable) -> Callable[[Batch], None]:
+            layers = self.of(tokens, table)
 
             def run(batch: Batch) -> None:
                 ids, seeds = batch
@@ -237,13 +206,8 @@ class Layers:
             return run
 
         planned = run_of(self.table)
-        prepared = {name: self.prepared(placement) for name, placement in placements.items()}
-        by_batch = {"split": run_of(self.table, self.split)}
-        if self.over_memory:
-            by_batch["memory"] = run_of(self.table, self.over_memory)
         return {
-            **{name: Arm(planned, table) for name, table in prepared.items()},
-            **{name: Arm(run, prepared["auto"]) for name, run in by_batch.items()},
+            **{name: Arm(planned, self.prepared(one)) for name, one in placements.items()},
             "balanced": Arm(run_of(self.in_order), None),
         }
 
@@ -409,10 +373,10 @@ def show(
     return {f"{same} {name} {middle[name]:.2f}": rows for name, rows in of_slots.items()}
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """What a program that measures layers over the ranks at hand is asked."""
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawTextHelpFormatter
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--file", type=Path, required=True, help="of benchmarks.routing_file")
     parser.add_argument("--precision", choices=("fp8", "bf16"), default="fp8")
@@ -429,20 +393,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def measure(
-    asked: argparse.Namespace,
-    group: Group,
-    sizes: Mapping[str, Sequence[int]],
-    arms_of: Callable[[Layers, int, Routing], dict[str, Arm]],
-) -> None:
-    """Measure every trace at every size, and leave the group.
-
-    Args:
-        asked: by ``arguments``.
-        group: of all ranks.
-        sizes: usual tokens of a rank, by mode.
-        arms_of: what is compared; the last arm is what the others are compared with.
-    """
+def main() -> None:
+    """Measure every trace at every size."""
+    asked = arguments().parse_args()
+    group = join(asked.device)
     traces, found = read(asked.file, group.size), dict[str, NDArray[np.float64]]()
     if not group.rank:
         where = torch.cuda.get_device_name() if group.is_cuda else "CPU"
@@ -451,7 +405,7 @@ def measure(
         print(f"{'mode':9}{'tokens':>7} {'trace':9}{'arm':24}{'us':>9}{'p99':>9}", end="")
         print(f"{'speed':>8}{'rows':>7}", flush=True)
     for mode in asked.modes:
-        tokens_of_rank = asked.tokens or sizes[mode]
+        tokens_of_rank = asked.tokens or SIZES[mode]
         layers = Layers(
             group,
             traces[0].num_experts,
@@ -466,7 +420,7 @@ def measure(
         in_graph = group.is_cuda and mode == "decode" and not has_sizes_on_host
         for tokens, routing in product(tokens_of_rank, traces):
             step = Step(layers, tokens, in_graph=in_graph)
-            arms = arms_of(layers, tokens, routing)
+            arms = layers.arms(tokens, routing.placements)
             if asked.arms:
                 arms = {name: arms[name] for name in (*asked.arms, "balanced")}
             steps = asked.steps or STEPS[mode]
@@ -478,17 +432,6 @@ def measure(
     if asked.out and not group.rank:
         np.savez_compressed(asked.out, **{name: rows.astype("u2") for name, rows in found.items()})
     dist.destroy_process_group()
-
-
-def main() -> None:
-    """Measure every trace at every size."""
-    asked = arguments(__doc__).parse_args()
-    measure(
-        asked,
-        join(asked.device),
-        SIZES,
-        lambda layers, tokens, routing: layers.arms(tokens, routing.placements),
-    )
 
 
 if __name__ == "__main__":

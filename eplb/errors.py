@@ -31,6 +31,11 @@ def reason_of(exc: Exception) -> str:
     return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the singular or plural."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class EplbError(Exception):
     """Root of the tree: catch this to catch every error that this project raises on purpose."""
 

@@ -15,14 +15,14 @@ weights), ``scrub_schedule`` (idle steps), ``mover`` (bytes) and ``watcher`` (th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from eplb.core.load import Phase as LoadPhase
@@ -54,7 +54,6 @@ from runtime.counters import SlotCounter
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import (
-    BATCH_FAULTS,
     EXPERT_TIMES,
     REPORT_EVERY_S,
     STEP_TIMES,
@@ -110,8 +109,10 @@ class RankAgent:
             clock=links.monotonic,
             beat=watchdog.mover,
         )
+        # Weakly: an agent that another one has replaced is freed at once, with its mapped memory,
+        # and not by the next full collection.
         self.watcher = watcher = links.threads(
-            links.store, self, mover, shared, links.reporter, watchdog, links.loss
+            links.store, weakref.proxy(self), mover, shared, links.reporter, watchdog, links.loss
         )
         # For reports and inspection, as all that has no underscore below; an engine needs none of
         # it.
@@ -186,15 +187,6 @@ class RankAgent:
         """
         with self._failures():
             return self._step(step, phase)
-
-    def watch_faults(self, counters: Mapping[str, torch.Tensor]) -> None:
-        """Read these counters of the device with each sample; once, before the start.
-
-        Args:
-            counters: ``runtime.batch.split.BatchSplit.faults``. Late counts are a warning, and part
-                of this rank's reports.
-        """
-        self._sampler.faults.watch(counters)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -404,6 +396,7 @@ class RankAgent:
         if self._link_server is not None:
             self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
+        self.voter.pending = None  # its exchange keeps the group's sockets open
 
     # -- after a death (rebalance.recovery, rebalance.assembly.survivors)
 
@@ -564,7 +557,6 @@ class RankAgent:
             detail={
                 "to_stage": sum(map(len, share.moves)) if share is not None else 0,
                 "bytes_by_source": dict(stage.bytes_by_source),
-                BATCH_FAULTS: dict(self._sampler.faults.counts),
                 "experts_moved": figures.experts_moved,
                 "rebalances": figures.rebalances,
                 "staged": stage.num_staged,

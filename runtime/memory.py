@@ -145,7 +145,7 @@ def plain_lane_sums(lanes: NDArray[np.int32]) -> tuple[int, int]:
 
 
 def _loop_over_lanes(lanes: NDArray[np.int32]) -> tuple[int, int]:
-    """What ``plain_lane_sums`` gives, once compiled: one pass at memory's speed."""
+    """The sums of ``plain_lane_sums``, once compiled: one pass at memory's speed."""
     plain = weighted = 0  # 64 bits wide once compiled, so sums wrap
     for index in range(len(lanes)):
         lane = int(lanes[index])

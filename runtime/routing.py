@@ -8,7 +8,6 @@ Shapes:  L MoE layers, E experts, Rmax most replicas of an expert, T tokens, K t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,9 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from eplb.core.placement import EMPTY, Placement
-from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from runtime.batch.split_rule import MOST_WAYS, split_layout
 from runtime.draws import choose_by_draw
 from runtime.streams import Completion
 
@@ -27,7 +24,6 @@ SHARE_ONE = 2**16  # cumulative shares are fixed-point: SHARE_ONE stands for 1.0
 # Runs of adjacent layers that are copied one by one. Each is a launch, which takes a GPU far longer
 # than the copy itself (64 kB for a layer of 256 experts x 32 replicas), so few of them.
 MOST_COPIES = 2
-FLOATS = frozenset({"fixed_share", "share"})  # among words that are integers otherwise
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class TableLayers:
 
     layers: torch.Tensor  # [n], ascending
     runs: tuple[tuple[int, int], ...]  # the same as half-open ranges of adjacent layers
-    entries: torch.Tensor  # [n, words] as ``RoutingTable`` lays them out
+    entries: torch.Tensor  # [n, 2, E, Rmax] as ``RoutingTable`` lays them out
     generation: int
 
 
@@ -44,8 +40,7 @@ class RoutingTable:
     """Slots and cumulative shares of every expert, as this rank routes to them.
 
     A layer is one run of words, its slots beside its shares: adjacent layers are one run of bytes,
-    and all layers change in a single copy. With a topology the words hold besides what a split of
-    each batch needs (``split``).
+    and all layers change in a single copy.
 
     The last replica's cumulative share is SHARE_ONE exactly, so that no draw can fall past it: a
     draw that found no replica would be dropped in silence by a dispatcher.
@@ -58,7 +53,6 @@ class RoutingTable:
         max_replicas: int,
         source_node: int = 0,
         device: str | torch.device = "cpu",
-        topology: Topology | None = None,
     ) -> None:
         """
         Args:
@@ -66,19 +60,11 @@ class RoutingTable:
             max_replicas: Rmax of all placements to come.
             source_node: the node whose shares are read, where shares depend on it.
             device: where the tensors lie.
-            topology: makes room for what a split of each batch needs.
         """
-        shape = (2, placement.num_experts, max_replicas)
-        self._topology = topology
-        self._split_shape = _split_shape(placement, max_replicas, topology)
-        num_words = math.prod(shape)
-        words = num_words + sum(math.prod(size) for size in self._split_shape.values())
-        self._entries = torch.zeros((placement.num_layers, words), dtype=torch.int32, device=device)
+        shape = (placement.num_layers, 2, placement.num_experts, max_replicas)
+        self._entries = torch.zeros(shape, dtype=torch.int32, device=device)
         # [L, E, Rmax] each, padded with EMPTY and with SHARE_ONE; contiguous within a layer
-        both = self._entries[:, :num_words].view(placement.num_layers, *shape)
-        self.slots, self.cumulative = both[:, 0], both[:, 1]
-        # [L, ...] each, as in ``SplitLayout``; nothing without a topology
-        self.split = _named(self._entries[:, num_words:], self._split_shape)
+        self.slots, self.cumulative = self._entries.unbind(1)
         # Number of ids from E on, which name no expert and were dropped like padding.
         self.strays = torch.zeros(1, dtype=torch.int32, device=device)
         self.device = self.strays.device
@@ -107,14 +93,10 @@ class RoutingTable:
             raise PlacementError(
                 f"an expert has {found} replicas, expected at most {room}, the table's size"
             )
-        entries = torch.zeros((len(chosen), self._entries.shape[1]), dtype=torch.int32)
-        both = torch.full((len(chosen), 2, *self.slots.shape[1:]), EMPTY, dtype=torch.int32)
-        both[:, 1] = SHARE_ONE  # entries that name no replica
-        both[:, 0, :, :found] = torch.from_numpy(slots[chosen])
-        both[:, 1, :, :found] = torch.from_numpy(cumulative[chosen])
-        num_words = math.prod(both.shape[1:])
-        entries[:, :num_words] = both.flatten(1)
-        self._prepare_split(placement, chosen, entries[:, num_words:])
+        entries = torch.full((len(chosen), *self._entries.shape[1:]), EMPTY, dtype=torch.int32)
+        entries[:, 1] = SHARE_ONE  # entries that name no replica
+        entries[:, 0, :, :found] = torch.from_numpy(slots[chosen])
+        entries[:, 1, :, :found] = torch.from_numpy(cumulative[chosen])
         device = self._entries.device
         prepared = TableLayers(
             torch.tensor(chosen, dtype=torch.int64).to(device),
@@ -125,22 +107,6 @@ class RoutingTable:
         # Made on another thread's stream than the one that will read it.
         Completion(is_cuda=self.slots.is_cuda).wait()
         return prepared
-
-    def _prepare_split(self, placement: Placement, layers: list[int], words: torch.Tensor) -> None:
-        if self._topology is None:
-            return
-        named = _named(words, self._split_shape)
-        num_split, ways = self._split_shape["rank"]
-        for place, layer in enumerate(layers):
-            layout = split_layout(
-                placement.expert_to_slots[layer],
-                placement.slot_share[layer],
-                self._topology.rank_of_slot,
-                num_split=num_split,
-                ways=ways,
-            )
-            for name, tensor in named.items():
-                tensor[place] = torch.from_numpy(np.asarray(getattr(layout, name)))
 
     def swap(self, prepared: TableLayers) -> None:
         """Apply prepared layers: few copies that neither allocate nor wait. Between steps.
@@ -217,41 +183,6 @@ class RoutingTable:
         is_stray = experts >= self.slots.shape[1]
         self.strays += is_stray.sum()
         return experts.masked_fill(is_stray, EMPTY)
-
-
-def _split_shape(
-    placement: Placement, max_replicas: int, topology: Topology | None
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of ``SplitLayout``'s arrays in a layer's words."""
-    if topology is None:
-        return {}
-    # An expert on several ranks takes a slot beyond one for each expert.
-    num_split = max(1, placement.num_slots - placement.num_experts)
-    ways = min(MOST_WAYS, 1 << (max_replicas - 1).bit_length())
-    slots = (topology.num_ranks, int(topology.slots_of_rank.max()))
-    return {
-        "row": (placement.num_experts,),
-        "expert": (num_split,),
-        "turn": (num_split,),
-        "rank": (num_split, ways),
-        "slot": (num_split, ways),
-        "share": (num_split, ways),
-        "fed_by": slots,
-        "fixed": slots,
-        "fixed_share": slots,
-        "num_turns": (1,),
-    }
-
-
-def _named(words: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Views [n, ...] of words [n, ...] by name."""
-    views, place = {}, 0
-    for name, shape in shapes.items():
-        end = place + math.prod(shape)
-        view = words[:, place:end].view(len(words), *shape)
-        views[name] = view.view(torch.float32) if name in FLOATS else view
-        place = end
-    return views
 
 
 def _runs(layers: list[int]) -> tuple[tuple[int, int], ...]:

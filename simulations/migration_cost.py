@@ -97,7 +97,7 @@ class Moved:
     by_link: dict[str, int]  # weights, by LINKS
     received: NDArray[np.int64]  # [len(LINKS), R] weights that each rank receives
     sent: NDArray[np.float64]  # [len(LINKS), R] that each rank sends, by equal parts of its holders
-    layers: int  # in which anything moves
+    layers: int  # layers in which anything moves
 
     @property
     def total(self) -> int:

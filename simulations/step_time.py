@@ -9,7 +9,10 @@ With two-batch overlap a layer takes the longer of communication and computation
 
 Tokens start evenly on all live ranks, or on attention ranks of other nodes. In decode (DeepEP's
 low-latency mode) each copy of a token crosses its links alone. In prefill (normal mode) a token
-crosses the network once for each node that it goes to, and reaches a rank once.
+crosses the network once for each node that it goes to, and reaches a rank once. Its rows are made
+from it there, and their results summed: passes over memory that count beside the experts
+(``StepModel.around_experts``). Sorting rows by slot, and the host's launches and its wait for the
+counts, are not modelled: prefill of few tokens takes longer than is predicted.
 
 The time of a rank's experts is that of the kernel that an engine uses, by the constants of
 ``eplb.core.kernels``, or by constants that are fitted here to the even rows of a measured file,
@@ -40,7 +43,7 @@ from telemetry.formats.bounded import read_json, reading
 
 Rows = NDArray[np.float64]
 LINKS = 0.6  # part of the data sheet that is reached
-MANY_ROWS = 10_000.0  # of a rank: links take longer than their least time
+MANY_ROWS = 10_000.0  # rows of a rank for which links take longer than their least time
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Hardware:
 
     name: str
     memory_bytes: float
-    node_bytes_s: float  # to another rank of the node
-    network_bytes_s: float  # of one port, to ranks of other nodes
+    node_bytes_s: float  # rate to another rank of the node
+    network_bytes_s: float  # rate of one port, to ranks of other nodes
     port_ranks: int = 1  # neighbours of a node that share a port
 
     def __post_init__(self) -> None:
@@ -104,7 +107,7 @@ def hardware_named(name: str) -> Hardware:
 
 FORMAT, VERSION = "eplb-expert-time", 1
 FEWEST_ROWS = 4  # numbers of even rows, for as many constants
-REACH = 1e3  # of a fit: constants within a thousandth and a thousand times their start
+REACH = 1e3  # a fit finds constants within a thousandth and a thousand times their start
 
 
 def fitted(
@@ -209,13 +212,13 @@ def predicted_us(kernel: Kernel, counts: Sequence[int], model: ModelShape) -> fl
 
 @dataclass(frozen=True)
 class Transport:
-    """What dispatch and combine take beside the rates of links: FP8 with scales, and BF16 back."""
+    """Times of dispatch and combine beside the rates of links: FP8 with scales, BF16 back."""
 
-    dispatch_us: float = 0.0  # of few tokens
+    dispatch_us: float = 0.0  # time of few tokens
     combine_us: float = 0.0
     dispatch_rate: float = 1.0  # part of the rate of the link that takes longer
     combine_rate: float = 1.0
-    dispatch_bytes: float = 1 + 4 / 128  # of each of a row's columns
+    dispatch_bytes: float = 1 + 4 / 128  # bytes of each of a row's columns
     combine_bytes: float = 2.0
 
 
@@ -242,7 +245,7 @@ def deepep(nodes: int, *, is_prefill: bool) -> Transport:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What decides the time of a step beside its tokens.
+    """Everything that decides the time of a step beside its tokens.
 
     Raises:
         ConfigError: times below 0.
@@ -253,7 +256,7 @@ class StepModel:
     hardware: Hardware
     kernel: Kernel
     is_prefill: bool = False
-    other_us: float = 0.0  # of a layer outside its MoE part: attention, norms, router
+    other_us: float = 0.0  # time of a layer outside its MoE part: attention, norms, router
     is_overlapped: bool = False  # two batches in turns
     is_separate: bool = False  # tokens start on attention ranks, and all cross the network
     transport: Transport | None = None  # None: DeepEP, by mode and nodes
@@ -264,14 +267,37 @@ class StepModel:
         if not (self.model.hidden and self.model.intermediate):
             raise ConfigError("the model has no sizes of experts, expected hidden and intermediate")
 
+    @property
+    def around_experts(self) -> Kernel:
+        """The kernel, and what else passes over a row's columns in prefill over normal mode.
+
+        Tokens are quantised before they travel; their rows are gathered by slot, and read again to
+        be summed into one row of each token. These bytes take their time at the rate at which the
+        kernel reads weights: what it reaches of the memory's. Tables of engines are of the whole
+        operation and have it already; a measured file has rows as a dispatcher gives them.
+        """
+        if self.kernel.engine or not self.is_prefill:
+            return self.kernel
+        by, ranks, top_k = self._transport, int(self.topology.serving.sum()), self.model.top_k
+        tokens_of_row = ranks / top_k * (1 - (1 - 1 / ranks) ** top_k)  # that reach a rank, even
+        quantised = (by.combine_bytes + by.dispatch_bytes) / top_k
+        gathered, summed = 2 * by.dispatch_bytes, by.combine_bytes * (1 + tokens_of_row)
+        column_ps = (quantised + gathered + summed) / self.kernel.reads * 1e12
+        return replace(self.kernel, column_ps=self.kernel.column_ps + column_ps)
+
+    @property
+    def _transport(self) -> Transport:
+        return self.transport or deepep(self.topology.num_nodes, is_prefill=self.is_prefill)
+
     def of(self, rows: NDArray[np.float64]) -> StepTime:
         """Times of one step with rows [L, S] in its slots."""
         topology, serving = self.topology, self.topology.serving
         members = np.eye(topology.num_ranks)[topology.rank_of_slot]
-        slots_us = self.kernel.mean_slot_us(rows, self.model)
+        kernel = self.around_experts
+        slots_us = kernel.mean_slot_us(rows, self.model)
         by_rank = rows @ members
         # A rank without rows launches nothing.
-        of_ranks = (self.kernel.rank_us(slots_us @ members) * (by_rank > 0))[:, serving]
+        of_ranks = (kernel.rank_us(slots_us @ members) * (by_rank > 0))[:, serving]
         return self._step(by_rank, (of_ranks / topology.rank_speed[serving]).max(axis=1))
 
     def bound(self, rows: NDArray[np.float64]) -> StepTime:
@@ -281,18 +307,19 @@ class StepModel:
         """
         serving = self.topology.serving
         by_rank = rows.sum(axis=1, keepdims=True) * (serving / serving.sum())
-        slots_us = self.kernel.mean_slot_us(rows, self.model).sum(axis=1)
+        kernel = self.around_experts
+        slots_us = kernel.mean_slot_us(rows, self.model).sum(axis=1)
         speed = float(self.topology.rank_speed[serving].sum())
-        return self._step(by_rank, self.kernel.rank_us(slots_us / speed) * (slots_us > 0))
+        return self._step(by_rank, kernel.rank_us(slots_us / speed) * (slots_us > 0))
 
     def in_prices(self, cost: CostModel) -> CostModel:
         """A planner's prices with these times, where it has none."""
         if cost.curve:
             return cost
-        return replace(cost, row_us=self._row_us()).with_kernel(self.kernel, self.model)
+        return replace(cost, row_us=self._row_us()).with_kernel(self.around_experts, self.model)
 
     def _row_us(self) -> float:
-        """What one more row of a rank adds to dispatch and combine, beside even load."""
+        """Time that one more row of a rank adds to dispatch and combine, beside even load."""
         serving = self.topology.serving.astype(np.float64)
         even, more = serving * MANY_ROWS, np.diag(serving)[self.topology.serving]
         step = self._step(np.vstack([even, even + more]), np.zeros(1 + len(more)))
@@ -306,7 +333,7 @@ class StepModel:
         near, far = self._copies(by_rank)
         busy = by_rank.sum(axis=1) > 0
         far = by_port(far, topology, self.hardware.port_ranks)
-        by = self.transport or deepep(topology.num_nodes, is_prefill=self.is_prefill)
+        by = self._transport
         dispatch = self._link_us(near, far, by.dispatch_bytes) / by.dispatch_rate
         combine = self._link_us(near, far, by.combine_bytes) / by.combine_rate
         dispatch, combine = dispatch + by.dispatch_us * busy, combine + by.combine_us * busy
@@ -324,7 +351,7 @@ class StepModel:
         """[L, R] rows that reach each rank from its node, and from others."""
         topology, num_nodes = self.topology, self.topology.num_nodes
         ranks_of_node = np.bincount(topology.node_of_rank[topology.serving], minlength=num_nodes)
-        here = (ranks_of_node / ranks_of_node.sum())[topology.node_of_rank]  # of the tokens
+        here = (ranks_of_node / ranks_of_node.sum())[topology.node_of_rank]  # part of the tokens
         here = np.zeros_like(here) if self.is_separate else here
         if not self.is_prefill:
             return by_rank * here, by_rank * (1 - here)
@@ -367,23 +394,23 @@ class StepTime:
     shared: NDArray[np.float64]  # [L]
     other_us: float
     is_overlapped: bool
-    network: NDArray[np.float64]  # [L] of dispatch and combine, in which network ports are busy
+    network: NDArray[np.float64]  # [L] time of dispatch and combine in which ports are busy
 
     @property
     def parts_us(self) -> tuple[float, float, float, float]:
-        """Of the step: dispatch, experts, combine, and the rest."""
+        """Microseconds of the step: dispatch, experts, combine, and the rest."""
         rest = float(self.shared.sum()) + self.other_us * len(self.experts)
         links = float(self.dispatch.sum()), float(self.combine.sum())
         return links[0], float(self.experts.sum()), links[1], rest
 
     @property
     def network_part(self) -> float:
-        """Of the step, in which its rows pass through the busiest network port."""
+        """Part of the step in which its rows pass through the busiest network port."""
         return min(1.0, float(self.network.sum()) / self.us) if self.us else 0.0
 
     @property
     def layers_us(self) -> NDArray[np.float64]:
-        """[L] of each layer."""
+        """[L] microseconds of each layer."""
         links, products = self.dispatch + self.combine, self.experts + self.shared + self.other_us
         if self.is_overlapped:
             overlapped: NDArray[np.float64] = np.maximum(links, products)
@@ -393,5 +420,5 @@ class StepTime:
 
     @property
     def us(self) -> float:
-        """Of the step."""
+        """Microseconds of the step."""
         return float(self.layers_us.sum())

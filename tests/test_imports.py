@@ -79,7 +79,7 @@ RULES = {
     ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule("eplb telemetry", "numpy"),
-    "simulations": rule("eplb telemetry", "numpy scipy plotly matplotlib pyarrow rich ray"),
+    "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich ray"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
         "numpy torch typer rich pydantic fastapi starlette uvicorn h11 sse_starlette "

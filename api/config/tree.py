@@ -24,7 +24,6 @@ from eplb.decision.triggers import TriggerRules
 from eplb.settings import loader
 from eplb.settings.deployment import DeploymentSettings, WindowSettings
 from eplb.settings.tree import Section, SettingsTree
-from eplb.shares.switches import BatchSwitches
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.plans.planner_request import PlannerRequest
 from rebalance.controller.settings import ControllerSettings
@@ -60,11 +59,6 @@ class Settings(SettingsTree):
         NetworkSettings,
         SecretSettings,
         NetworkConfig,
-    )
-    batch = Section(
-        "What acts on each batch beside the placement; alike on every rank. The engine takes the "
-        "parts from `BuiltRank.batch_split`. [planning.md](planning.md) says what to choose where.",
-        BatchSwitches,
     )
     controller = Section(
         "When plans are made, and which are carried out.", ControllerSettings, Control, TriggerRules

@@ -44,7 +44,6 @@ from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
 from eplb.settings.deployment import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
-from eplb.shares.switches import BatchSwitches
 from rebalance.assembly.config import NetworkConfig
 from rebalance.assembly.description import schema_of
 from rebalance.assembly.rank import new_run_name
@@ -166,11 +165,6 @@ def check_settings(options: Options, settings: Settings) -> None:
     """
     policy_named(settings.controller.policy)
     model, device = settings.model, settings.topology.device
-    if settings.batch != BatchSwitches():
-        raise ConfigError(
-            f"batch: found {settings.batch}, expected its defaults: the demo's ranks "
-            "balance by plans alone"
-        )
     if (model.precision == "float32") != (device == "cpu"):
         raise ConfigError(
             f"model.precision is {model.precision} with topology.device {device}, expected "

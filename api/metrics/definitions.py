@@ -24,9 +24,7 @@ from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Readi
 from api.processes.supervision import ProcessState
 from eplb import __version__
 from eplb.migration.build import Migration
-from eplb.shares.switches import LATE_COUNTS
 from telemetry.load.drift import Drift
-from telemetry.state.runs import BATCH_FAULTS
 
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations
@@ -261,12 +259,6 @@ def _moved(counts: Counts) -> Iterator[Metric]:
     yield _counter("digest_failures", failures_help, counts.total("digest_failures"))
     scrubbed_help = "Live slots checked in idle steps, by result."
     yield _counter("scrubbed_slots", scrubbed_help, counts.by_label("scrubbed"), "result")
-    faults_help = (
-        "Faults counted on devices in this run; late_counts: exchanges of a batch's counts that "
-        "missed their deadline."
-    )
-    faults = {LATE_COUNTS: counts.total(BATCH_FAULTS, LATE_COUNTS)}
-    yield _counter("batch_faults", faults_help, faults, "kind")
 
 
 def _telemetry(seen: Reading, backend: str) -> Iterator[Metric]:

@@ -25,7 +25,7 @@ from telemetry.state.events import (
     pace_change,
     plan_end,
 )
-from telemetry.state.runs import BATCH_FAULTS, RankState
+from telemetry.state.runs import RankState
 
 # In the order in which they are tried. The last two fill the host cache, not a slot.
 SOURCES = ("same_rank", "peer", "host", "other_rank", "other_host", "disk")
@@ -60,7 +60,7 @@ def rank_tally(states: Iterable[RankState]) -> Tally:
     for state in states:
         for name in ("experts_moved", "samples_lost", "store_errors"):
             total[(name,)] += int(state.detail.get(name, 0))
-        for name in ("bytes_by_source", "scrubbed", BATCH_FAULTS):
+        for name in ("bytes_by_source", "scrubbed"):
             for label, count in state.detail.get(name, {}).items():
                 total[name, label] += count
         total[("digest_failures",)] += state.digest_failures

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from api.monitor.anomalies import AnomalyLog
 from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
-from api.monitor.decisions import DecisionLog
+from api.monitor.decisions import DecisionLog, drop_oldest
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
 from api.monitor.membership import membership_of
 from api.monitor.outages import OutageLog
@@ -75,8 +75,6 @@ from telemetry.state.membership import MembershipChange
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import (
-    BATCH,
-    BATCH_FAULTS,
     STEP_MS,
     STEP_TIMES,
     WAIT_MS,
@@ -90,6 +88,7 @@ SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
+KEPT_COMMITS = 1000  # of a run, as many as the store keeps placements
 HANGS_S = 1.0  # a look at the store that takes longer is left out of an answer
 OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
 VERSIONS_S = 5.0  # after which the versions are read again: 5 ms with 320 ranks
@@ -239,8 +238,7 @@ class Monitor:
             self._read_samples()
             of_run = rank_tally(self.store.rank_states(info.run))
             of_run[("samples_stored",)] = sum(self.store.sample_counts(info.run).values())
-            # Faults of batches are those of the current run.
-            self._earlier.update({k: n for k, n in of_run.items() if k[0] != BATCH_FAULTS})
+            self._earlier.update(of_run)
         if known is None:
             since = self.clock() - KEPT_S
             self._history.note_minutes(minute_scores(self.store, runs, since))
@@ -282,6 +280,7 @@ class Monitor:
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
+            drop_oldest(self._commits, KEPT_COMMITS)
         elif event.kind == COMPILE:
             self._compile = event
         elif (change := pace_change(event)) is not None:
@@ -307,6 +306,7 @@ class Monitor:
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
+        drop_oldest(self._first_step_of, KEPT_COMMITS)
         index = self._reader.folder.index_of(sample)
         self._samples.note(sample, index)
         self._time_of[index] = max(sample.time, self._time_of.get(index, sample.time))
@@ -471,9 +471,6 @@ class Monitor:
             migration=_progress_of(self._published, self._states, model),
             pace=self._pace(float(effective.get("step_time_budget", 0.0))),
             expert_curve=self._expert_curve(self._live.text("curve")),
-            # Alike on all ranks unless an engine is not.
-            batch="; ".join(sorted({str(one.detail.get(BATCH, "off")) for one in self._states}))
-            or "off",
             bytes_by_source={k[1]: n for k, n in of_ranks.items() if k[0] == "bytes_by_source"},
             experts_moved=of_ranks[("experts_moved",)],
             swap_pauses_ms=tuple(

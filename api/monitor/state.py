@@ -304,7 +304,6 @@ class State:
     migration: Annotated[MigrationProgress | None, Meaning("the open migration; null: none")]
     pace: PaceView
     expert_curve: Annotated[str, Meaning("source of the time of experts by tokens, for plans")]
-    batch: Annotated[str, Meaning("what acts on each batch beside the placement, or off")]
     bytes_by_source: Annotated[
         Mapping[str, int], Meaning("bytes of moved experts by their source", unit="bytes")
     ]

@@ -293,13 +293,12 @@ def wire_emulated(
 ) -> RankAgent:
     """The agent of one rank whose slots stand for those of all ranks of ``group``.
 
-    As ``wire_agent``, but the routing table knows the group: batches are split among its ranks.
+    As ``wire_agent``, but the routing table has room for the replicas of the whole group.
     """
     table = RoutingTable(
         placement,
         max_replicas=most_replicas(placement, group),
         device=bank.device,
-        topology=group,
     )
     counter = SlotCounter(placement.num_layers, bank.num_slots, bank.device)
     slots = RankSlots(rank, settings.topology, bank, table, digests)

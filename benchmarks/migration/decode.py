@@ -2,7 +2,7 @@
 
 One run alternates: quiet, busy, quiet, busy, quiet. A step is one CUDA graph of the resident layers
 run fourteen times, so it needs GPUs and deep_ep. On one GPU the rank's slots stand for those of a
-group's ranks (``Shapes.ranks_per_gpu``), and each batch is split among their replicas.
+group's ranks (``Shapes.ranks_per_gpu``).
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
 from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
-from runtime.batch.counts import all_gather_counts
-from runtime.batch.split import BatchSplit
-from runtime.batch.split_rule import EVERY_BATCH
 from runtime.streams import Completion
 
 LAYER_RUNS = 14  # of four resident layers: a step of 56
@@ -75,7 +72,7 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
     agent.close()
     assert figures.rebalances, "nothing was migrated: there is nothing to compare"
     is_emulated = shapes.ranks_per_gpu > 1
-    rows = decode_rows(f"{mode}, split" if is_emulated else mode, *by_phase(step_us), figures)
+    rows = decode_rows(f"{mode}, one GPU" if is_emulated else mode, *by_phase(step_us), figures)
     return [*rows, ("  slots with wrong bytes afterwards", str(wrong), "0")]
 
 
@@ -118,8 +115,8 @@ def decode_rows(
         "copy": ("copy mode, from peers", "<= +2 % / +0.5 %"),
         "flip": ("flip mode, from peers", "<= +0.7 % / +0.3 %"),
         "host": ("copy mode, from the host", "<= +3 %"),
-        "copy, split": ("split on, one GPU, from its own slots", "<= +1 %"),
-        "host, split": ("split on, one GPU, from the host", "<= +1 %"),
+        "copy, one GPU": ("one GPU, from its own slots", "<= +1 %"),
+        "host, one GPU": ("one GPU, from the host", "<= +1 %"),
     }[mode]
     (q50, q99), (b50, b99) = (np.percentile(part, (50, 99)) for part in (quiet, busy))
     found = (
@@ -145,16 +142,10 @@ def decode_step(big: BigRank, agent: RankAgent) -> Callable[[int], None]:
     dispatcher = DeepEPLowLatency(
         DeepEPShape(big.topology, model.hidden, model.top_k, TOKENS), group, agent.counter
     )
-    split = None
-    if big.shapes.ranks_per_gpu > 1:
-        pairs, exchange = TOKENS * model.top_k, all_gather_counts(group)
-        split = BatchSplit(
-            agent.table, exchange, source=0, num_sources=1, max_pairs=pairs, rule=EVERY_BATCH
-        )
     usual = 2 * TOKENS * big.topology.num_ranks * model.top_k // big.topology.num_slots
     experts = GroupedExperts(big.bank, usual_rows=usual)
     layers = [
-        MoELayer(layer, model.top_k, experts, agent.table, dispatcher, split=split)
+        MoELayer(layer, model.top_k, experts, agent.table, dispatcher)
         for layer in range(model.num_layers)
     ]
     stack = MoEStack(model, dense_weights(model, device), layers)

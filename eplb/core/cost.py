@@ -94,7 +94,7 @@ class CostModel:
     ] = 0.0
     tokens_of_node: tuple[float, ...] = ()  # part of tokens that starts on each; (): by live ranks
     curve: Curve = ()  # (tokens of a replica in a step, its time): objective "time"; (): not known
-    rank_us: float = 0.0  # of a rank beside its replicas' times, where ``curve`` is known
+    rank_us: float = 0.0  # time of a rank beside its replicas', where ``curve`` is known
     row_us: Annotated[
         float,
         Setting(
@@ -147,7 +147,7 @@ class CostModel:
 
     @property
     def timed(self) -> CostModel:
-        """With links in the curve, and the times of the constant where none are known."""
+        """The prices with links in the curve, and the constant's times where none are known."""
         curve, rank_us = (self.curve, self.rank_us) if self.curve else _constant()
         with_links = tuple((tokens, us + tokens * self.row_us) for tokens, us in curve)
         return replace(self, curve=with_links, rank_us=rank_us, row_us=0.0)

@@ -51,15 +51,15 @@ class Kernel:
     fixed_us: float
     reads: float  # bytes of weights a second
     flops: float  # a second
-    column_ps: float  # of one row and column of hidden: what is quantised, permuted and summed
+    column_ps: float  # time of one row and hidden column: quantising, permuting and summing it
     tile: int = 1  # rows that a slot is filled up to
     is_eager: bool = False  # no CUDA graph: the host launches while kernels run
-    other_ps: float = 0.0  # in its table: of a copy and column of the whole group; not in serving
-    errors: Errors = ()  # of uneven rows
+    other_ps: float = 0.0  # the same of each copy in the whole group: its table has it, serving not
+    errors: Errors = ()  # relative errors of uneven rows
     instead_of: str = ""  # the engine that was asked for, whose kernel has no constants
 
     def slot_us(self, rows: Rows, weights: float | Rows, hidden: float | Rows) -> Rows:
-        """Of slots with so many rows in a step, above 0, of experts with so many weights."""
+        """Time of slots with so many rows in a step, above 0, and experts with so many weights."""
         filled = np.ceil(rows / self.tile) * self.tile
         reading = weights * PRECISIONS[self.precision] / self.reads * 1e6
         products = 2 * weights * filled / self.flops * 1e6
@@ -67,8 +67,8 @@ class Kernel:
         return us
 
     def mean_slot_us(self, rows: Rows, model: ModelShape) -> Rows:
-        """Of slots by their mean rows, over steps in which rows come independently."""
-        part = -np.expm1(-rows)  # of the steps, in which a slot has a row
+        """Time of slots by their mean rows, over steps in which rows come independently."""
+        part = -np.expm1(-rows)  # part of the steps in which a slot has a row
         us: Rows = part * self._while_busy(rows, model)
         return us
 
@@ -82,12 +82,12 @@ class Kernel:
         return us
 
     def curve(self, model: ModelShape) -> Curve:
-        """Of one slot, as plans read it: between these points it is straight within 1.3 %."""
+        """Time of one slot, as plans read it: between points it is straight within 1.3 %."""
         rows: Rows = 2.0 ** np.arange(OCTAVES, dtype=np.float64)
         return tuple(zip(rows.tolist(), self._while_busy(rows, model).tolist(), strict=True))
 
     def rank_us(self, slots_us: Rows) -> Rows:
-        """Of ranks with rows, from the sums over their slots."""
+        """Time of ranks with rows, from the sums over their slots."""
         us: Rows = (np.hypot if self.is_eager else np.add)(self.fixed_us, slots_us)
         return us
 
@@ -97,7 +97,7 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """What answers say of it."""
+        """The kernel's name in answers."""
         if not self.engine:
             return self.name
         sheet = f", by its data sheet from {LIKE[self.card][0]}" if self.card in LIKE else ""

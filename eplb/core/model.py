@@ -83,7 +83,7 @@ class ModelShape:
 
     @property
     def expert_weights(self) -> int:
-        """Of one routed expert: gate, up and down."""
+        """Number of weights of one routed expert: gate, up and down."""
         return 3 * self.hidden * self.intermediate
 
     @property

@@ -14,7 +14,6 @@ from typing import Annotated
 from eplb.core.load import Phase
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
-from eplb.shares.switches import BatchSwitches
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.link.link_settings import RankLinkSettings
 from telemetry.load.reporter import AT_ONCE, Tempo
@@ -118,7 +117,6 @@ class RankConfig:
     stage: StageSettings | None = None  # None: the device's, see ``stage_on``
     network: NetworkConfig = field(default_factory=NetworkConfig)
     rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
-    batch: BatchSwitches = field(default_factory=BatchSwitches)  # see ``BuiltRank.batch_split``
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     journal_dir: Path | None = None  # None: no journal is kept
 

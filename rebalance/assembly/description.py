@@ -95,7 +95,6 @@ class DeploymentDescription:
             "model": f"{model.num_layers} layers x {model.num_experts} experts, top {model.top_k}",
             "window_steps": str(self.window_steps),
             "device": self.device,
-            "batch": str(self.config.batch),
             "record": ", ".join(
                 f"{spec.name} {list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
                 for spec in self.schema.tensors

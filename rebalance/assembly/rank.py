@@ -38,8 +38,6 @@ from rebalance.rank.watcher import POLL_S, StoreLoss
 from rebalance.recovery import membership_of_start
 from rebalance.stage.share import RankSlots
 from rebalance.types import StepCounter
-from runtime.batch.split import BatchSplit, make_split
-from runtime.batch.split_rule import SplitRule
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.model.compute import Experts
@@ -47,7 +45,7 @@ from runtime.model.expert_times import measure_experts
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
-from telemetry.state.runs import BATCH, RunInfo
+from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 
 FLUSH_DEADLINE_S = 20.0
@@ -94,36 +92,6 @@ class BuiltRank:
         self.agent.expert_times = found
         points = dict(zip(found.rows, found.us, strict=True))
         log.info("us of a slot by rows, in %.2f s, of %s: %s", found.seconds, found.of, points)
-
-    def batch_split(self, max_tokens: int, rule: SplitRule | None = None) -> BatchSplit | None:
-        """Make the split of batches if ``config.batch`` switches it on, for ``MoELayer``.
-
-        Collective, once, before the agent starts; the same code serves with the switch off. Faults
-        that the device counts are read with the load samples: see ``RankAgent.step``.
-
-        Args:
-            max_tokens: of a batch of this rank, in one layer.
-            rule: figures by which batches are split, alike on all ranks; None: the default ones.
-
-        Raises:
-            ConfigError: a switch does not fit the device.
-            RankError: ranks have different switches or rules.
-        """
-        place, config = self.place, self.config
-        made = make_split(
-            config.batch,
-            self.table,
-            place.rank,
-            place.groups.tokens,
-            place.groups.votes,
-            max_pairs=max_tokens * self.model.top_k,
-            rule=rule,
-        )
-        if made is not None:
-            self.agent.watch_faults(made.faults)
-        self.agent.notes[BATCH] = str(config.batch)
-        log.info("rank %d: batches: %s", place.rank, config.batch)
-        return made
 
     def close(self, flush_deadline_s: float = FLUSH_DEADLINE_S) -> None:
         """End the agent, and write what it still has to report. The store stays open."""
@@ -208,8 +176,6 @@ def build_rank(
         steps=passes,
     )
     tempo = reporting.tempo
-    if config.batch.split:
-        agent.notes[BATCH] = f"{config.batch}: configured, and not made by this engine"
     agent.report_every_s = POLL_S + tempo.store_interval + tempo.state_interval
     return BuiltRank(
         agent, bank, agent.table, agent.counter, store, reporter, journal, config, place, model
@@ -297,13 +263,12 @@ def wire_agent(
         placement: of all ranks.
         steps: counts forward passes, if ``RankAgent.step`` is to be called without a number.
     """
-    topology, device, batch = settings.topology, bank.device, settings.config.batch
+    topology, device = settings.topology, bank.device
     table = RoutingTable(
         placement,
         max_replicas=most_replicas(placement, topology),
         source_node=int(topology.node_of_rank[rank]),
         device=device,
-        topology=topology if batch.split else None,
     )
     counter = SlotCounter(placement.num_layers, bank.num_slots, device)
     slots = RankSlots(rank, topology, bank, table, digests)

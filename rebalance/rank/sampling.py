@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import torch
 
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.errors import RankError
-from eplb.shares.switches import LATE_COUNTS
 from rebalance.rank.parts import RankParts
 from runtime.counters import Cut, SlotCounter
 from runtime.streams import Completion
 
 NONE = np.zeros(1, dtype=np.int64)
-
-log = logging.getLogger(__name__)
-
-
-class BatchFaults:
-    """Faults that the device counts while it serves: copied with each sample, never waited for."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._watched: Mapping[str, torch.Tensor] = {}
-        self.counts: dict[str, int] = {}  # since the start, by kind, as they arrived last
-
-    def watch(self, counters: Mapping[str, torch.Tensor]) -> None:
-        """Read these from now on: [1] int32 each, on the device, never reset."""
-        self._watched = dict(counters)
-        self.counts = dict.fromkeys(counters, 0)
-
-    def cut(self) -> dict[str, Cut]:
-        """Copy the counters as they stand at this point of the compute stream."""
-        return {kind: Cut(one, NONE) for kind, one in self._watched.items()}
-
-    def read(self, arrived: Mapping[str, Cut]) -> None:
-        """Take the copies of a cut, once they have arrived."""
-        before = self.counts.get(LATE_COUNTS, 0)
-        self.counts.update((kind, int(cut.counts()[0])) for kind, cut in arrived.items())
-        late = self.counts.get(LATE_COUNTS, 0)
-        if late and not before:  # every batch after it is late too, and counted
-            log.warning(
-                "rank %d: %d exchanges of counts were not complete in time, expected 0: a rank is "
-                "dead or did not call its layers in order; batches are split by own counts since",
-                self._rank,
-                late,
-            )
 
 
 class Sampler:
@@ -62,11 +26,8 @@ class Sampler:
         self._slots, self._strays = parts.slots, parts.slots.table.strays
         self._last_strays = Cut(self._strays, NONE)
         self._first_unsampled = 0
-        self.faults = BatchFaults(parts.slots.rank)
         # Samples without their tokens, and the figures that are copied to the host.
-        self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Mapping[str, Cut], Cut]] = (
-            deque()
-        )
+        self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Cut]] = deque()
         self._phase: Phase | None = None  # of the passes since the last cut
         self.num_cut = 0
 
@@ -96,10 +57,10 @@ class Sampler:
             generation=placement.generation,
             slot_to_expert=self._slots.held(placement),
         )
-        cut, faults = self._counter.cut(), self.faults.cut()
+        cut = self._counter.cut()
         # Last, on the same stream: once these figures have arrived, so have the others.
         self._last_strays = Cut(self._strays, self._last_strays)
-        self._on_the_way.append((make_sample, cut, faults, self._last_strays))
+        self._on_the_way.append((make_sample, cut, self._last_strays))
         self._first_unsampled, self._phase = step, None
         self.num_cut += 1
 
@@ -116,7 +77,7 @@ class Sampler:
                 since the previous sample are wrong.
         """
         while self._on_the_way and (wait or self._on_the_way[0][-1].is_ready()):
-            make_sample, cut, faults, strays = self._on_the_way.popleft()
+            make_sample, cut, strays = self._on_the_way.popleft()
             sample = make_sample(tokens=cut.tokens())
             if num_strays := int(strays.tokens()[0]):
                 raise RankError(
@@ -124,5 +85,4 @@ class Sampler:
                     f"{sample.first_step} to {sample.last_step} are too high, expected them below "
                     "the number of experts: their tokens were dropped"
                 )
-            self.faults.read(faults)
             self._links.reporter.offer(sample)

@@ -46,7 +46,7 @@ class _Layer:
 
     layout: ExpertLayout
     prefix: str  # the prefix of all tensors of the layer
-    names: dict[tuple[int, str], str]  # by expert, or EVERY_EXPERT, and part
+    names: dict[tuple[int, str], str]  # tensor by expert, or EVERY_EXPERT, and part
 
     @cached_property
     def parts(self) -> tuple[str, ...]:

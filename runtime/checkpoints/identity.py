@@ -34,7 +34,7 @@ class Identity:
     index: str  # hex digest of the index
     files: tuple[tuple[str, int, int], ...]  # name, bytes, time of change in ns
     digest: str  # hex digest of all of it
-    contents: tuple[tuple[str, str], ...]  # by file: digests of the header and of each sample
+    contents: tuple[tuple[str, str], ...]  # digests of header and samples, by file
 
     @staticmethod
     def parse(found: Any, where: str) -> Identity:

@@ -21,7 +21,7 @@ from runtime.checkpoints.identity import INDEX_FILE
 from runtime.experts import SCALE_BLOCK, ExpertSchema
 
 SCALE_SUFFIX = "_scale_inv"  # after a weight's name: the scales of its 128 x 128 blocks
-Weights = Mapping[str, torch.Tensor]  # by checkpoint name
+Weights = Mapping[str, torch.Tensor]  # tensors by checkpoint name
 
 
 def layer_name(layer: int) -> str:

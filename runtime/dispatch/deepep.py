@@ -27,7 +27,7 @@ from runtime.group import gathered
 
 HOST_RANKS = 8  # most ranks of one host, within which deep_ep has kernels of its own
 MOST_NORMAL_SLOTS = 128  # the threads of its ``notify_dispatch`` (csrc/kernels/intranode.cu)
-MOST_BYTES = 2**31 - 1  # of either buffer between hosts in normal mode (csrc/deep_ep.cpp)
+MOST_BYTES = 2**31 - 1  # largest buffer between hosts in normal mode (csrc/deep_ep.cpp)
 PREFILL_SMS = 24  # multiprocessors that normal mode may take; even, as the library demands
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from runtime.kernels.launch import expect, kernel, largest_tile
 
-MOST_COLUMNS = 1024  # of a program
+MOST_COLUMNS = 1024  # most columns of a program
 
 
 def sum_rows(

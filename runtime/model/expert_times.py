@@ -23,7 +23,7 @@ from runtime.experts import SCALE_BLOCK, ExpertBank
 from runtime.model.compute import Experts
 
 MOST_ROWS = 8192  # at once: with more rows of a slot fewer slots have any
-LAUNCHES = 8  # in turn, at least
+LAUNCHES = 8  # fewest launches that take turns
 COLD_BYTES = 400_000_000  # weights read in turn, where the layers have them: a cache holds less
 REPLAYS, MOST_REPEATS = 5, 10
 

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from runtime.batch.split import BatchSplit
 from runtime.checkpoints.own_model import Weights, layer_name
 from runtime.dispatch.all_to_all import Dispatcher, begin_combine
 from runtime.model.compute import Experts, swiglu
@@ -63,7 +62,6 @@ class MoELayer:
     table: RoutingTable
     dispatcher: Dispatcher
     shared: tuple[torch.Tensor, torch.Tensor] | None = None  # gate_up, down; runs on every rank
-    split: BatchSplit | None = None  # replicas by the batch's own counts, not by planned shares
 
     def forward(
         self,
@@ -77,8 +75,7 @@ class MoELayer:
 
         Negative expert ids are padding: they go nowhere, count nowhere and add nothing.
         Replicas are chosen exactly evenly from an integer ``salt``, or drawn from seeds [L] on the
-        device, which a CUDA graph reads anew at each replay. Where a ``split`` is on they follow
-        the batch's own counts, and the salt says nothing.
+        device, which a CUDA graph reads anew at each replay.
         """
         slots = self._slots(chosen, salt)
         received = self.dispatcher.dispatch(self.layer, tokens, slots, weights)
@@ -90,8 +87,6 @@ class MoELayer:
         return sums.finish() + shared
 
     def _slots(self, chosen: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
-        if self.split is not None and self.split.is_on(self.layer, chosen):
-            return self.split.slots(self.layer, chosen)
         if isinstance(salt, torch.Tensor):
             return self.table.draw(self.layer, chosen, salt[self.layer : self.layer + 1])
         return self.table.choose(self.layer, chosen, salt=salt)

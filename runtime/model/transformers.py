@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from eplb.errors import CheckpointError, ConfigError
-from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint, transformers_schema
 from runtime.checkpoints.families import GATE_UP
 from runtime.counters import PassCounter
@@ -150,15 +149,11 @@ def serve_experts(
     dispatcher: Dispatcher,
     *,
     rank: int,
-    split: BatchSplit | None = None,
 ) -> PassCounter:
     """Replace the experts of a model by layers that dispatch to all ranks.
 
     From then on a forward pass of one rank needs a forward pass of every rank: one without requests
     runs a dummy batch. The parameters of the experts are released with their modules.
-
-    Args:
-        split: ``runtime.batch.split.make_split``, where the deployment splits batches.
 
     Returns:
         The count of the model's forward passes, for engines that do not number them.
@@ -175,7 +170,7 @@ def serve_experts(
     for number, one in enumerate(found):
         parent, _, leaf = one.path.rpartition(".")
         top_k = 0  # the model's router has chosen already
-        layer = MoELayer(number, top_k, experts, table, dispatcher, split=split)
+        layer = MoELayer(number, top_k, experts, table, dispatcher)
         setattr(model.get_submodule(parent), leaf, ServedExperts(layer, passes, rank))
     return passes
 

@@ -27,7 +27,7 @@ from runtime.routing import RoutingTable
 
 MODEL = ModelShape((0, 1), 32, 6, hidden=2048, intermediate=512)
 NUM_STAGING, NUM_TOKENS = 2, 64
-SPARE_SLOTS = 2  # of a rank, for replicas
+SPARE_SLOTS = 2  # slots of a rank for replicas
 LIMIT = {"bfloat16": 3e-2, "fp8": 4e-2}  # BF16 and FP8 activations against float32 ones
 TIE = {"bfloat16": 0.1, "fp8": 0.5}
 

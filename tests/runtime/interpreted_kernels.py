@@ -7,23 +7,10 @@ where a GPU rounds, hence the wide tolerances; ``gpu/test_kernels_gpu.py`` has t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from eplb.core.placement import Placement
-from eplb.core.topology import Topology
-from runtime.batch.counts import BatchTensors, PeerCounts
-from runtime.batch.kernels.counts import count_experts, num_blocks
-from runtime.batch.kernels.split import (
-    LayerSplit,
-    choose_by_split,
-    split_batch,
-)
-from runtime.batch.split_rule import SplitRule, SplitSwitch, split_layout
-from runtime.batch.split_rule import split_batch as reference_split
 from runtime.draws import choose_by_draw
 from runtime.kernels.combine import sum_rows
 from runtime.kernels.digest import digest_records
@@ -37,7 +24,6 @@ from runtime.kernels.gemm import (
 from runtime.kernels.quantise import Quantised, quantise_rows, silu_times_up, silu_times_up_fp8
 from runtime.kernels.replicas import choose_replicas
 from runtime.memory import digest
-from runtime.routing import RoutingTable
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 POISON = 77.0
@@ -249,121 +235,6 @@ def test_gate_is_the_first_half(layout: Layout) -> None:
     assert (out[~used] == POISON).all()
     assert close_to(Quantised(into.values[used], into.scales[used]), wanted[used])
     assert (into.scales[~used] == POISON).all()
-
-
-HELD = [[0, 1, 2, 0, 3, 4, 0, 1, 5, 6, 2, 7]]  # four ranks of three slots
-FOUR_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
-
-
-def batch_tensors(layer: LayerSplit, num_sources: int, num_experts: int = 8) -> BatchTensors:
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
-
-    up_to = torch.zeros_like(layer["rank"])
-    counts, starts, totals = (zeros(num_experts) for _ in range(3))
-    blocks = zeros(num_blocks(200), num_experts)
-    return BatchTensors(counts, blocks, starts, totals, zeros(num_sources), up_to, torch.zeros(4))
-
-
-@pytest.mark.parametrize("by_words", [False, True])
-def test_split_kernels_send_tokens_as_the_reference_splits_them(by_words: bool) -> None:
-    placement = Placement(np.array(HELD), num_experts=8)
-    table = RoutingTable(placement, max_replicas=4, topology=FOUR_RANKS)
-    layer = {name: one[0] for name, one in table.split.items()}
-    rng = np.random.default_rng(3)
-    words = torch.zeros((3, 2, 8 + 3), dtype=torch.int64)
-    peers = [one.data_ptr() for one in words]
-    exchanges = [PeerCounts(one, peers) for one in words]
-    ranks = [batch_tensors(layer, 3) for _ in range(3)]
-    strays = torch.zeros(1, dtype=torch.int32)
-    switches = [(torch.zeros(1), torch.zeros(1, dtype=torch.int32)) for _ in range(3)]
-    rule = SplitRule(worth=1000, num_tried=2, num_off=1)
-    layout = split_layout(
-        placement.expert_to_slots[0],
-        placement.slot_share[0],
-        FOUR_RANKS.rank_of_slot,
-        num_split=4,
-        ways=4,
-    )
-    switch, num_strays, seen = SplitSwitch(), 0, []
-    for step in range(5):
-        batches = [torch.from_numpy(rng.integers(-1, 9, (50, 4))) ** 2 // 8 for _ in range(3)]
-        batches[0][:, 0] = -1
-        if step == 1:
-            batches[1] = batches[1][:0]
-        wanted = [np.bincount(one[(one >= 0) & (one < 8)], minlength=8) for one in batches]
-        total, received = np.sum(wanted, axis=0), np.zeros(12, int)
-        for source, (experts, batch) in enumerate(zip(batches, ranks, strict=True)):
-            if by_words:
-                count_experts(
-                    experts,
-                    batch.blocks,
-                    batch.counts,
-                    turn=exchanges[source].turn,
-                    peers=exchanges[source].peers,
-                    source=source,
-                )
-            else:
-                count_experts(experts, batch.blocks, batch.counts)
-            assert batch.counts.tolist() == wanted[source].tolist()
-        gathered = torch.stack([batch.counts for batch in ranks])
-        for source, (experts, batch) in enumerate(zip(batches, ranks, strict=True)):
-            split_batch(
-                layer,
-                batch,
-                switches[source],
-                source,
-                exchanged=exchanges[source] if by_words else gathered,
-                rule=rule,
-            )
-            chosen = torch.full_like(experts, 77)
-            replicas = (table.slots[0], table.cumulative[0])
-            choose_by_split(layer, replicas, experts, batch, chosen, strays)
-            valid = (experts >= 0) & (experts < 8)
-            assert (chosen[~valid] == -1).all()
-            assert placement.slot_to_expert[0][chosen[valid]].tolist() == experts[valid].tolist()
-            received += np.bincount(chosen[valid], minlength=12)
-            assert batch.totals.tolist() == total.tolist()
-            sent = [int(one.sum()) for one in wanted] if by_words else [0] * 3
-            assert batch.sent.tolist() == sent
-            assert batch.starts.tolist() == (sum(wanted[:source]) + 0 * total).tolist()
-            assert batch.counts.tolist() == [0] * 8  # for the next batch
-        num_strays += sum(int((one >= 8).sum()) for one in batches)
-        made = reference_split(total, layout, rule if switch.is_on else replace(rule, rounds=0))
-        switch = switch.after(made.saved, rule)
-        seen.append(switch.seen)
-        assert {int(one[1]) for one in switches} == {switch.seen}
-        torch.testing.assert_close(
-            ranks[0].rank_load, torch.from_numpy(made.rank_load).float(), rtol=1e-4, atol=1e-3
-        )
-        load = received.reshape(4, 3).sum(axis=1)
-        assert np.abs(load - made.rank_load).max() <= 3  # boundaries are rounded to tokens
-    assert int(strays) == num_strays > 0
-    assert min(seen) < 0 < max(seen), "the switch was on and off"
-    assert not any(int(one.late) for one in exchanges)
-
-
-def test_exchange_that_misses_its_deadline_splits_by_own_counts() -> None:
-    placement = Placement(np.array(HELD), num_experts=8)
-    table = RoutingTable(placement, max_replicas=4, topology=FOUR_RANKS)
-    layer = {name: one[0] for name, one in table.split.items()}
-    batch, words = batch_tensors(layer, 2), torch.zeros((2, 2, 8 + 2), dtype=torch.int64)
-    exchange = PeerCounts(words[0], [one.data_ptr() for one in words], deadline_s=1e-6)
-    experts = torch.from_numpy(np.random.default_rng(1).integers(0, 8, (20, 2)))
-    switch = (torch.zeros(1), torch.zeros(1, dtype=torch.int32))
-
-    for number in (1, 2):
-        count_experts(
-            experts, batch.blocks, batch.counts, turn=exchange.turn, peers=exchange.peers, source=0
-        )
-        split_batch(layer, batch, switch, 0, exchanged=exchange, rule=SplitRule())
-        chosen, strays = torch.full_like(experts, 77), torch.zeros(1, dtype=torch.int32)
-        replicas = (table.slots[0], table.cumulative[0])
-        choose_by_split(layer, replicas, experts, batch, chosen, strays)
-
-        assert (placement.slot_to_expert[0][chosen] == experts.numpy()).all()
-        assert batch.sent.tolist() == [40, 0]
-        assert int(exchange.late) == number
 
 
 def test_results_are_weighed_and_summed_in_the_order_of_the_choices() -> None:

@@ -16,8 +16,6 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, RankError
-from runtime.batch.counts import all_gather_counts
-from runtime.batch.split import BatchSplit
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, first_sentence
@@ -42,8 +40,6 @@ def _stack(
     model: ModelShape,
     schema: ExpertSchema,
     checkpoint: Checkpoint,
-    *,
-    is_split: bool = False,
 ) -> tuple[MoEStack, SlotCounter]:
     bank = ExpertBank(schema, model.num_layers, int(UNEVEN.slots_of_rank[rank]), num_staging=1)
     for layer, held in enumerate(SHARED_HOT.slot_to_expert[:, UNEVEN.slots_on(rank)].tolist()):
@@ -51,11 +47,8 @@ def _stack(
             if expert != EMPTY:
                 checkpoint.repack(layer, expert, schema, bank.live(layer, slot))
     dense = checkpoint.dense_weights()
-    table = RoutingTable(SHARED_HOT, max_replicas=2, topology=UNEVEN)
+    table = RoutingTable(SHARED_HOT, max_replicas=2)
     assert dist.group.WORLD is not None
-    split = BatchSplit(
-        table, all_gather_counts(dist.group.WORLD), source=rank, num_sources=2, max_pairs=240
-    )
     counter = SlotCounter(model.num_layers, bank.num_slots)
     dispatcher = AllToAllDispatcher(UNEVEN, dist.group.WORLD, rank, counter)
     experts = LoopExperts(bank)
@@ -67,7 +60,6 @@ def _stack(
             table,
             dispatcher,
             shared_of(dense, layer),
-            split if is_split else None,
         )
         for layer in range(model.num_layers)
     ]
@@ -80,18 +72,14 @@ def shared_of(dense: dict[str, torch.Tensor], layer: int) -> tuple[torch.Tensor,
     return gate_up, dense[f"{name}.down_proj.weight"]
 
 
-@pytest.mark.parametrize("is_split", [False, True])
 def test_two_ranks_agree_with_one_process_and_count_every_token(
-    is_split: bool,
     run_ranks: RunRanks,
     small_model: ModelShape,
     small_schema: ExpertSchema,
     small_checkpoint: Checkpoint,
 ) -> None:
     def serve(rank: int) -> tuple[float, int, list[list[int]]]:
-        stack, counter = _stack(
-            rank, small_model, small_schema, small_checkpoint, is_split=is_split
-        )
+        stack, counter = _stack(rank, small_model, small_schema, small_checkpoint)
         ids = torch.randint(64, (3, 20), generator=torch.Generator().manual_seed(rank))
         answer = stack.forward(ids, salt=rank)
         check = ReferenceModel(small_model, small_checkpoint.reference_weights()).check(ids, answer)

@@ -306,6 +306,22 @@ def test_prefill_sends_a_token_once_to_a_rank_that_has_two_of_its_experts() -> N
     assert prefill == pytest.approx(0.75 * decode)
 
 
+def test_prefill_by_a_measured_file_counts_passes_over_rows_and_engines_have_them() -> None:
+    # Two ranks, top-2: a rank has 3 tokens for each 4 rows. Bytes of a column by row: 2 (gathered),
+    # 2 + 2 x 3/4 (summed), (2 + 1) / 2 (quantised).
+    transport = Transport(dispatch_bytes=1.0)
+    rows, own = np.full((1, 4), 1e6), replace(BY_ROWS, engine="", reads=1e12)
+    decode, prefill, engine = (
+        StepModel(SMALL, TWO_RANKS, H200, kernel, is_prefill, transport=transport)
+        .of(rows)
+        .experts[0]
+        for kernel, is_prefill in ((own, False), (own, True), (replace(own, engine="x"), True))
+    )
+
+    assert prefill - decode == pytest.approx(2e6 * SMALL.hidden * 7.0 / 1e12 * 1e6)
+    assert engine == decode
+
+
 def test_few_tokens_take_longer_on_more_nodes_and_in_normal_mode() -> None:
     floors = [deepep(nodes, is_prefill=False).dispatch_us for nodes in (1, 2, 4, 8, 9)]
 

@@ -47,7 +47,7 @@ BUILDERS: Mapping[str, tuple[str, ...]] = {
     "telemetry": ("open_store",),
 }
 METHODS = {
-    "BuiltRank": "measure_experts batch_split close",
+    "BuiltRank": "measure_experts close",
     "Checkpoint": "model_shape schema part router repack check identity",
     "Controller": "run close",
     "CostModel": "with_kernel",

@@ -154,7 +154,7 @@ def test_default_settings_are_the_defaults_of_every_component(tmp_path: Path) ->
 
     config = description.config
     usual = RankConfig("demo", config.sample_steps, config.staging_experts)
-    for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps", "batch"):
+    for name in ("vote_every", "vote_deadline_s", "plan_deadline_s", "scrub_every_steps"):
         assert getattr(config, name) == getattr(usual, name), name
     assert config.stage == StageSettings()
     assert StageBudgets().on("cuda") == StageSettings.while_serving()

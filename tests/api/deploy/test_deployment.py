@@ -86,7 +86,6 @@ def test_ports_and_keys_of_two_hosts_are_those_of_the_file(tmp_path: Path) -> No
         ),
         ({"telemetry__sample_steps": 7}, {}, "sample_steps is 7 in .*, expected a divisor of"),
         ({"model__hidden": 0}, {}, "model.hidden is 0"),
-        ({"batch__exchange": "peer_memory"}, {}, 'batch.exchange is "peer_memory"'),
     ],
 )
 def test_configuration_that_cannot_serve_is_refused(

@@ -45,7 +45,7 @@ kernels = {
     f"{module.name}.{name}": member
     for package in (eplb, runtime, simulations)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if not module.name.startswith(("runtime.kernels", "runtime.batch.kernels"))  # of triton
+    if not module.name.startswith("runtime.kernels")  # of triton
     for name, member in vars(import_module(module.name)).items()
     if isinstance(member, Kernel) and member.py_func.__module__ == module.name
 }

@@ -186,6 +186,12 @@ class EngineRank:
         while self.generation < last:
             self.steps(**checked)
 
+    def until_experts_move(self, start: np.ndarray, **checked: Any) -> None:
+        """Step until a further map serves that differs from one: plans may change shares alone."""
+        self.until_maps(1, **checked)
+        while (self.held == start).all():
+            self.until_maps(1, **checked)
+
     def until(self, holds: Callable[[], Any]) -> None:
         """Step until rank 0 sees something."""
         while not on_all(self.rank == 0 and bool(holds())):

@@ -366,11 +366,11 @@ def test_reason_of_a_restart_is_one_event_of_each_run(open_stores: OpenStore) ->
     one, other = open_stores("d"), open_stores("d")
     for store, why in ((one, "too few slots"), (other, "rank 2: too few slots")):
         store.note_restart("run-1", [1], why)
-    other.note_restart("run-2", [2], "batch.split is on")
+    other.note_restart("run-2", [2], "agent.serve_on is off")
 
     found = [event.detail for event in one.events_backwards({RESTART})]
     assert found == [
-        {"run": "run-2", "lost": [2], "reason": "batch.split is on"},
+        {"run": "run-2", "lost": [2], "reason": "agent.serve_on is off"},
         {"run": "run-1", "lost": [1], "reason": "too few slots"},
     ]
 

@@ -1,1 +1,0 @@
-"""Triton kernels of what acts on single batches; the rules of ``runtime.kernels`` hold here too."""
