@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.config.tree import load, profile_names
 from api.http.app import create_app
-from rebalance.engines.common import gauge
+from rebalance.engines.common.start import GAUGE
 from rebalance.engines.vllm.replay import STRATEGY
 from telemetry import open_store
 from telemetry.formats.engines.vllm import STATS
@@ -289,7 +289,7 @@ def test_paths_and_modules_that_a_page_names_exist(page: str) -> None:
 def test_metrics_that_pages_name_exist_and_all_are_documented() -> None:
     named_by_pages = {name for page in pages() for name in METRIC.findall(text_of(page))}
 
-    assert named_by_pages - metric_names() - {gauge.NAME, STRATEGY, STATS} == set()  # of engines
+    assert named_by_pages - metric_names() - {GAUGE, STRATEGY, STATS} == set()  # of engines
     assert metric_names() - set(METRIC.findall(text_of("docs/rest.md"))) == set()
 
 
