@@ -13,7 +13,7 @@ from eplb.errors import EplbError
 from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE
 from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.engines.common.store_link import why_kept
-from rebalance.engines.vllm.tools.options import model_config_of, options_of, remarks
+from rebalance.engines.vllm.options import model_config_of, options_of, remarks
 from telemetry.state.store import file_of, open_store, without_password
 
 OF_PLUGIN = ("numba", "scipy", "zstandard")  # libraries that engines may lack

@@ -20,6 +20,7 @@ from math import inf
 
 from api.monitor.state import GONE, Grade, Leadership, RankView, Reading, State, Symptom
 from api.processes.supervision import ProcessState
+from eplb.core.model import spans
 from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
 from rebalance.controller.open_migration import SWITCHED_OFF
@@ -31,7 +32,7 @@ CLOCK_TOLERANCE_S = 1.0
 # Without a token, a step, or progress of a busy thread.
 STALLED_AFTER_S = 30.0
 WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
-NAMED_RANKS = 8  # more are given as stretches
+NAMED_RANKS = 8  # more are given as spans
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
 FAILED, FAILED_S = 3, 1800.0  # more migrations than that, within so long
@@ -238,17 +239,7 @@ def _oldest(state: State, silent: list[RankView]) -> float | None:
 
 def _named(views: list[RankView]) -> str:
     ranks = [view.rank for view in views]
-    return ", ".join(map(str, ranks) if len(ranks) <= NAMED_RANKS else _stretches(ranks))
-
-
-def _stretches(ranks: list[int]) -> Iterator[str]:
-    """Ranks in ascending order as stretches: 0-7, 12."""
-    first = before = ranks[0]
-    for rank in [*ranks[1:], None]:
-        if rank != before + 1:
-            yield str(first) if first == before else f"{first}-{before}"
-            first = rank if rank is not None else before
-        before = rank if rank is not None else before
+    return ", ".join(map(str, ranks)) if len(ranks) <= NAMED_RANKS else spans(ranks)
 
 
 def _tokens(seen: Reading) -> Iterator[Symptom]:

@@ -40,7 +40,7 @@ NOT_SETTINGS = frozenset(
         "EPLB_KEY",  # read by api/cli/admin/client.py
         "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/assembly/places.py
         "EPLB_RANK_FILE",  # set by `eplb launch`, read by rebalance/assembly/description.py
-        "EPLB_REPLAY",  # a trace of routing, read by rebalance/engines/vllm/tools/replay.py
+        "EPLB_REPLAY",  # a trace of routing, read by rebalance/engines/vllm/replay.py
         "EPLB_REPLAY_PASSES",
         "EPLB_DATA",  # folder of recorded traces, read by tests and benchmarks
     }

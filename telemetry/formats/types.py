@@ -8,7 +8,7 @@ Shapes:  T windows, L MoE layers, E experts, P physical slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, Phase
-from eplb.core.model import ModelShape
+from eplb.core.model import ModelShape, spans
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, HistoryError
 
@@ -319,15 +319,9 @@ def check_cells(num_layers: int, num_experts: int, num_bytes: int) -> None:
         )
 
 
-def _shown(ids: Iterable[int]) -> str:
-    """Numbers as ranges: 0-2, 5."""
-    parts: list[list[int]] = []
-    for one in ids:
-        if parts and one == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], one]
-        else:
-            parts.append([one])
-    shown = ["-".join(map(str, part)) for part in parts]
+def _shown(ids: Sequence[int]) -> str:
+    """Numbers as the options take them: 0-2, 5."""
+    shown = spans(ids).replace("..", "-").split(", ")
     return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "none"
 
 

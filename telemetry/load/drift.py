@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from eplb.core.arrays import freeze, owned
 from eplb.core.load import FEWEST_WINDOWS, LoadHistory
-from eplb.errors import ConfigError, HistoryError
+from eplb.errors import HistoryError
 
 # Neighbouring pairs share a window, so that T - 2 of them tell as much as this many times fewer.
 PAIRS_PER_FACT = 1.5
@@ -316,12 +316,7 @@ def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Lo
     Args:
         history: of which the latest LOOK_BACK windows are looked at.
         false_alarm: the chance that a history without any change shows one.
-
-    Raises:
-        ConfigError: a chance that is not between 0 and 1.
     """
-    if not 0 < false_alarm < 1:
-        raise ConfigError(f"false_alarm is {false_alarm}, expected more than 0 and less than 1")
     first = max(0, history.num_windows - LOOK_BACK)
     found: LoadChange | None = None
     while history.num_windows - first >= FEWEST_WINDOWS:

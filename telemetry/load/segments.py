@@ -26,11 +26,10 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import StoreError
 
 HEADER = b"EPLBSPL\x01"  # the last byte is the version
 SUFFIX = ".spool"
-MIN_BYTES = 1 << 16
 _NUM_SEGMENTS = 16  # of a full folder: dropping the oldest drops so small a part
 _MARK = b"EPLF"
 _FRAME = struct.Struct("<4sII")  # mark, bytes of the record, their checksum
@@ -160,14 +159,9 @@ class SpoolFolder:
 
     Raises:
         StoreError: another process uses the folder.
-        ConfigError: the bound is too small.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        if max_bytes < MIN_BYTES:
-            raise ConfigError(
-                f"spool {path} may take {max_bytes} bytes, expected {MIN_BYTES} or more"
-            )
         self.path = path
         self.num_torn = self.num_damaged = 0  # tails cut off; stretches in between, unread files
         self.num_overflows = 0  # segments that gave way to newer ones

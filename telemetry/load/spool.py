@@ -86,7 +86,6 @@ class Spool:
 
     Raises:
         StoreError: another process uses the folder.
-        ConfigError: the bound is too small.
     """
 
     def __init__(

@@ -166,14 +166,6 @@ class NextPace(NamedTuple):
     reason: str
 
 
-class Last(NamedTuple):
-    """What the newest events say of migrations and their pace."""
-
-    offer: PlanOffer | None  # the latest migration that was published
-    end: PlanEnd | None  # and how it ended
-    change: PaceChange | None  # the latest judgement
-
-
 class Pacing:
     """Judges the latest migration once, when the next one is decided.
 
@@ -204,13 +196,13 @@ class Pacing:
 
     def _judged(self, times: Sequence[StepTimes], budget: float) -> PaceChange | None:
         """Return the latest judgement, and write it down if it is made now."""
-        last = _last(self._store)
-        if last.offer is None or (last.change and last.change.plan_id >= last.offer.plan_id):
-            return last.change
-        part = last.change.part if last.change else 1.0
-        plan_id, verdict = last.offer.plan_id, PaceVerdict(part, None, "")
-        if last.offer.moves:
-            is_late = last.end is not None and last.end.reason.startswith(NOT_FINISHED)
+        offer, end, judged = self._last()
+        if offer is None or (judged and judged.plan_id >= offer.plan_id):
+            return judged
+        part = judged.part if judged else 1.0
+        plan_id, verdict = offer.plan_id, PaceVerdict(part, None, "")
+        if offer.moves:
+            is_late = end is not None and end.reason.startswith(NOT_FINISHED)
             verdict = next_part(part, budget, plan_id, times, is_late=is_late)
         reason = verdict.reason or f"plan {plan_id} was not judged: it moved no expert"
         reason += f": part {part:g} -> {verdict.part:g}" if verdict.part != part else ""
@@ -220,19 +212,16 @@ class Pacing:
         log.info("plan_id=%d pace=%g reason=%r", plan_id, change.part, reason)
         return change
 
-
-def _last(store: StateStore) -> Last:
-    """Read back to the latest judgement."""
-    offer, ends = None, dict[int, PlanEnd]()
-    for event in store.events_backwards(_KINDS):
-        change = pace_change(event)
-        if change is not None:
-            return Last(offer, ends.get(offer.plan_id) if offer else None, change)
-        offer = offer or plan_offer(event)
-        end = plan_end(event)
-        if end is not None:
-            ends.setdefault(end.plan_id, end)
-    return Last(offer, ends.get(offer.plan_id) if offer else None, None)
+    def _last(self) -> tuple[PlanOffer | None, PlanEnd | None, PaceChange | None]:
+        """The latest migration that was published, how it ended, and the latest judgement."""
+        offer, ends, change = None, dict[int, PlanEnd](), None
+        for event in self._store.events_backwards(_KINDS):
+            if (change := pace_change(event)) is not None:
+                break
+            offer = offer or plan_offer(event)
+            if (end := plan_end(event)) is not None:
+                ends.setdefault(end.plan_id, end)
+        return offer, ends.get(offer.plan_id) if offer else None, change
 
 
 class Publisher:

@@ -29,7 +29,7 @@ def register() -> None:
     load(os.environ)
     if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") == "eplb_trace":
         try:
-            from rebalance.engines.vllm.tools.replay import register_replay
+            from rebalance.engines.vllm.replay import register_replay
 
             register_replay(os.environ)
         except Exception as exc:

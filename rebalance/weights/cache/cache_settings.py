@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from eplb.declared import Setting, check_fields
-from eplb.errors import ConfigError, UnfitSetting
+from eplb.errors import UnfitSetting
 from rebalance.weights.link.link_settings import HostLinkSettings
 
 Mode = Literal["full", "hot", "ring"]
@@ -57,8 +57,6 @@ class HostCacheSettings:
         if (self.mode == "full") != (self.records == 0):
             expected = "a number of records with hot or ring, and none with full"
             raise UnfitSetting("records", self.records, expected)
-        if self.num_readers < 1:
-            raise ConfigError(f"num_readers is {self.num_readers}, expected at least 1")
 
     def num_entries(self, num_records: int) -> int:
         """Records of a model that the host cache has room for."""

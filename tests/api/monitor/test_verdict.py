@@ -195,4 +195,4 @@ def test_many_ranks_are_named_as_stretches() -> None:
     ranks = tuple(rank(one, **(SILENT if one in silent else {})) for one in range(64))
 
     reason = seen(ranks=ranks).state.reason
-    assert reason.startswith("silent ranks: 20-31, 40, expected")
+    assert reason.startswith("silent ranks: 20..31, 40, expected")

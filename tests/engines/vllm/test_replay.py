@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router import routing_simulator_router as simulator
 
 from rebalance.engines.vllm import plugin
-from rebalance.engines.vllm.tools.replay import register_replay
+from rebalance.engines.vllm.replay import register_replay
 
 LAYERS, EXPERTS, TOP_K, ROWS = 3, 16, 2, 512
 

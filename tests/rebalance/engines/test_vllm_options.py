@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eplb.errors import ConfigError, EplbError
-from rebalance.engines.vllm.tools.options import model_config_of, options_of, remarks
+from rebalance.engines.vllm.options import model_config_of, options_of, remarks
 
 GOOD = (
     "vllm serve deepseek-ai/DeepSeek-V3 -dp 32 --enable-expert-parallel --enable-eplb "

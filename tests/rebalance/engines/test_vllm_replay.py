@@ -6,7 +6,7 @@ import torch
 
 from eplb.core.load import LoadHistory
 from eplb.errors import HistoryError
-from rebalance.engines.vllm.tools.replay import LayerRouting, parts_of
+from rebalance.engines.vllm.replay import LayerRouting, parts_of
 
 SEED, EXPERTS, TOP_K, ROWS = 20261122, 32, 4, 512
 CPU = torch.device("cpu")

@@ -195,7 +195,6 @@ def test_hot_cache_evicts_the_record_used_longest_ago(start_host_cache: StartHos
         ({"mode": "warm"}, "'warm'"),
         ({"mode": "hot"}, "records is 0"),
         ({"records": 3}, "none with full"),
-        ({"num_readers": 0}, "num_readers is 0"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: Any, words: str) -> None:

@@ -40,7 +40,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from rebalance.engines.common import guards
 from rebalance.engines.sglang import hooks, rounds
-from rebalance.engines.sglang.guards import ASSUMED
+from rebalance.engines.sglang.entry import ASSUMED
 from tests.support.engines.ranks import (
     EACH,
     INTERVAL,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, HistoryError
+from eplb.errors import HistoryError
 from simulations import Scenario, generate, replay
 from telemetry.load.drift import (
     FALSE_ALARM,
@@ -133,11 +133,6 @@ def test_latest_switch_is_found_where_it_was(load: LoadHistory, index: int) -> N
 )
 def test_load_that_shows_no_change(load: LoadHistory) -> None:
     assert last_change(load) is None
-
-
-def test_chance_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="false_alarm is 0"):
-        last_change(steady(8), false_alarm=0)
 
 
 # Windows of whole requests from one domain fluctuate far more than independent draws do. With

@@ -1,1 +1,0 @@
-"""Beside balancing: replay of traces as routing, and the check of vLLM's options."""
