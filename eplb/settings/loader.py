@@ -59,7 +59,7 @@ _REMOVED = {
     "samples have one version": "telemetry.sample_version",
     "plans use the load that was measured": "planner.forecast_weight",
     "shares are those of the plan; a split of each batch lost on two GPUs": (
-        "batch batch.split batch.exchange"
+        "batch.split batch.exchange"
     ),
     "it is a constant; a change of the store wakes the controller earlier": "controller.poll_s",
     "it is a constant; every eighth KEEP of a reason is an event": "controller.keep_every_windows",
@@ -268,7 +268,7 @@ def _from_file(
 def _from_table(tree: type[SettingsTree], table: Mapping[str, Any], place: str) -> list[_Given]:
     found = []
     for key, value in table.items():
-        if isinstance(value, dict) and (key in tree.sections or tree.whole is not None):
+        if isinstance(value, dict):
             paths = [(f"{key}.{name}", one) for name, one in value.items()]
             found += [_Given(path, path, one, place) for path, one in paths]
         elif key in tree.sections:

@@ -109,7 +109,7 @@ def test_renamed_setting_is_refused_with_its_successor(name: str, successor: str
 def test_removed_section_is_refused_with_the_reason(tmp_path: Path) -> None:
     config = toml(tmp_path, "[batch]\nsplit = true\n")
 
-    assert refusal({}, config).startswith(f"batch in {config} was removed: shares are those of")
+    assert refusal({}, config).startswith(f"batch.split in {config} was removed: shares are those")
 
 
 def test_key_close_to_none_lists_them_all() -> None:
