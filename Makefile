@@ -60,10 +60,8 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.ranks.death
 	$(BIN)/python -m benchmarks.migration.migrate
 	$(BIN)/python -m benchmarks.migration.preload
-	$(BIN)/python -m benchmarks.migration.rank_link
 	$(BIN)/python -m benchmarks.demo
 	$(BIN)/python -m benchmarks.telemetry.costs
-	$(BIN)/python -m benchmarks.telemetry.redis --seconds 20
 	$(BIN)/python -m benchmarks.telemetry.disk
 
 # With each release: how far the simulator's times are from measured ones.

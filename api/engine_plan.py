@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from eplb.core.topology import Topology
 from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
-from eplb.errors import ConfigError, HistoryError
+from eplb.errors import ConfigError, HistoryError, counted
 from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
@@ -48,11 +49,6 @@ FITTED = (
     "imbalance is that of the windows that the plan was made for; eplb recommend and simulate "
     "judge on windows that follow"
 )
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the singular or plural."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,8 @@ def plan_for_engine(
     num_hidden: int | None,
     source: str,
     at_start: bool,
-) -> str:
-    """Plan, write the engine's file, read it back, and judge it; returns a report.
+) -> dict[str, Any]:
+    """Plan, write the engine's file, read it back, and judge it; returns a JSON-ready report.
 
     Args:
         load: the windows to plan on.
@@ -177,27 +173,50 @@ def plan_for_engine(
             f"{real} the file as written has imbalance {found['after'][real]:.4f}, "
             f"the plan as decided {made.effective:.4f}: the engine serves the file"
         )
-    rows = [
-        f"  {row:14}" + "".join(f"{one[name]:{max(len(name), 9) + 3}.4f}" for name in names)
-        for row, one in found.items()
-    ]
-    lines = [
-        f"load: {counted(history.num_windows, 'window')}, {counted(history.num_layers, 'layer')} "
-        f"({layers.ids[0]}..{layers.ids[-1]}, {layers.axis}) x {history.num_experts} experts",
-        f"group: {counted(group.ranks, 'rank')} on {counted(group.nodes, 'node')}, "
-        f"{counted(group.redundant, 'redundant expert')} and {topology.num_slots} slots a layer",
-        "imbalance       " + "".join(f"{name:>{max(len(name), 9) + 3}}" for name in names),
-        *rows,
-        f"  lower bound     {float(made.lower_bound.mean()):10.4f}",
-        f"decision: {made.decision.value}: {made.reason}",
-        _cost(
+    notes.append(FITTED)
+    return {
+        "windows": history.num_windows,
+        "layers": list(layers.ids),
+        "layer_axis": layers.axis,
+        "experts": history.num_experts,
+        "ranks": group.ranks,
+        "nodes": group.nodes,
+        "redundant": group.redundant,
+        "slots": topology.num_slots,
+        "imbalance": found,
+        "lower_bound": float(made.lower_bound.mean()),
+        "decision": made.decision.value,
+        "reason": made.reason,
+        "cost": _cost(
             made, written, "the serving placement" if serving is not None else "experts in order"
         ),
+        "notes": list(dict.fromkeys(notes)),
+        "file": str(output),
+        "digest": file_digest(output).strip(),
+    }
+
+
+def lines_of(report: dict[str, Any]) -> list[str]:
+    """A report of ``plan_for_engine`` as lines for people."""
+    layers, names = report["layers"], list(report["imbalance"]["before"])
+    width = max(9, *map(len, names)) + 3
+    rows = [
+        f"  {row:14}" + "".join(f"{one[name]:{width}.4f}" for name in names)
+        for row, one in report["imbalance"].items()
     ]
-    notes.append(FITTED)
-    lines += [f"note: {note}" for note in dict.fromkeys(notes)]
-    lines.append(f"written: {output}{file_digest(output)}")
-    return "\n".join(lines)
+    return [
+        f"load: {counted(report['windows'], 'window')}, {counted(len(layers), 'layer')} "
+        f"({layers[0]}..{layers[-1]}, {report['layer_axis']}) x {report['experts']} experts",
+        f"group: {counted(report['ranks'], 'rank')} on {counted(report['nodes'], 'node')}, "
+        f"{counted(report['redundant'], 'redundant expert')} and {report['slots']} slots a layer",
+        "imbalance       " + "".join(f"{name:>{width}}" for name in names),
+        *rows,
+        f"  lower bound     {report['lower_bound']:10.4f}",
+        f"decision: {report['decision']}: {report['reason']}",
+        f"{report['cost']}",
+        *(f"note: {note}" for note in report["notes"]),
+        " ".join(filter(None, ("written:", report["file"], report["digest"]))),
+    ]
 
 
 def _imbalances(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo [--seconds 60] [--seeds 1,2,3]
 
-Prints one table; a row that misses a target is marked. Figures are those of ``--json``.
+Prints one table; a row that misses a target is marked. Figures are those of ``--output``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run_demo(seed: int, seconds: float, folder: Path) -> dict[str, Any]:
         [
             *(sys.executable, "-m", "api.cli.main", "demo", "--view", "off", "--port", "0"),
             *("--seed", str(seed), "--seconds", str(seconds)),
-            *("--state-dir", str(folder / f"state-{seed}"), "--json", str(path)),
+            *("--state-dir", str(folder / f"state-{seed}"), "--output", str(path)),
         ],
         check=True,
         timeout=seconds + 240,

@@ -26,6 +26,16 @@ def shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
+def reason_of(exc: Exception) -> str:
+    """What failed, in one sentence: an error of this project as it is, another with its type."""
+    return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the singular or plural."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class EplbError(Exception):
     """Root of the tree: catch this to catch every error that this project raises on purpose."""
 

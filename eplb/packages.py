@@ -78,7 +78,6 @@ EXTRA_OF = {
     "sse_starlette": "api",
     "starlette": "api",  # FastAPI brings it
     "uvicorn": "api",
-    "matplotlib": "sim",
     "plotly": "sim",
     "pyarrow": "sim",
     "ortools": "solver",

@@ -40,6 +40,7 @@ class Announcement:
     time: float = 0.0  # seconds since the epoch, by the store's clock
     every_s: float = 0.0  # until the next announcement; 0: there is none
     since: float = 0.0  # time of the first announcement of that name
+    process: str = ""  # where the name is that of a host: whose it is (telemetry/state/holder.py)
 
     @property
     def version(self) -> str:
@@ -66,7 +67,7 @@ def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
     figures: dict[str, Any] = {
         name: float(found.get(name, 0.0)) for name in ("time", "every_s", "since")
     }
-    return Announcement(**known, **figures)
+    return Announcement(**known, **figures, process=str(found.get("process", "")))
 
 
 def refusal(joining: Announcement, present: Announcement) -> str:

@@ -49,7 +49,7 @@ def windows_of(
     if trace.startswith(PREFIX):
         if (options.window_tokens, options.num_experts, layout, batch) != (None,) * 4:
             raise ConfigError(
-                "--window, --experts, --layout and --batch are for trace files, "
+                "--window-tokens, --experts, --layout and --batch are for trace files, "
                 f"expected {PREFIX}NAME:key=value"
             )
         return windows_named(trace, seed, model)

@@ -39,6 +39,7 @@ from eplb.errors import ConfigError
 from simulations.inputs import even_topology
 from simulations.migration_cost import MigrationCost
 from simulations.replay import Replay, Scenario, replay_all
+from simulations.report import TextTable
 from simulations.step_time import Hardware, StepModel
 from simulations.windows import WindowSeries
 
@@ -187,6 +188,13 @@ class Question:
     def unit(self) -> str:
         """What a batch is counted in."""
         return "tokens" if self.is_prefill else "sequences"
+
+    @property
+    def most_replays(self) -> int:
+        """Replays of the windows, if every candidate fits."""
+        groups = len(self.ranks) * len(self.attention_ranks)
+        # Nothing is planned in a replay of its own; then come the best one's intervals and batches.
+        return groups * (len(self.redundant) + (0 in self.redundant)) + len(self.intervals)
 
     def latency(self, step_us: float, batch: int) -> float:
         """Milliseconds of a token of a sequence; in prefill, until a prompt has its first one."""
@@ -423,6 +431,52 @@ def _parts_of(one: Candidate) -> str:
         f"a step: {dispatch:.0%} dispatch, {experts:.0%} experts, {combine:.0%} combine, "
         f"{rest:.0%} the rest"
     )
+
+
+def candidate_table(answer: Recommendation) -> TextTable:
+    """All candidates; a terminal has room for the columns up to tokens a second."""
+    unit = answer.question.unit[:3]
+    headings = ["group", "slots", "policy", "every", unit, "KV GB", "imbal", "step ms", "links"]
+    headings += ["moves", "tok/s", "error", "dispatch ms", "experts ms", "combine ms", "rest ms"]
+    rows = [
+        (
+            one.group_short,
+            str(one.slots_per_rank),
+            one.policy,
+            str(one.interval or "-"),
+            str(one.sequences),
+            f"{one.kv_bytes / 1e9:.0f}",
+            f"{one.imbalance:.3f}",
+            f"{one.step_us / 1000:.1f}",
+            f"{one.links_part:.0%}",
+            f"{one.lost_part:.2%}",
+            f"{one.tokens_per_s:.0f}",
+            "-" if one.error is None else f"{one.error:.1%}",
+            *(f"{part / 1000:.2f}" for part in one.parts_us),
+        )
+        for one in answer.candidates
+    ]
+    title = "candidates: parts of a step that links take, tokens/s of a rank"
+    return TextTable(headings, rows, title)
+
+
+def batch_table(answer: Recommendation) -> TextTable:
+    """Batches of the best candidate: ms and tokens/s of a rank, by balance."""
+    of_what = "TTFT" if answer.question.is_prefill else "TPOT"
+    headings = ("tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most")
+    rows = [
+        (
+            str(one.sequences),
+            f"{one.tokens_per_expert:.4g}",
+            *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
+            f"{one.planned_tokens_per_s:.0f}",
+            f"{one.gain:+.1%}",
+            f"{one.most_gain:+.1%}",
+        )
+        for one in answer.batches
+    ]
+    title = f"batches of {answer.best.name}: ms: {of_what}; none: without balancing"
+    return TextTable((answer.question.unit[:3], *headings), rows, title)
 
 
 def recommend(question: Question) -> Recommendation:

@@ -6,22 +6,20 @@ a policy it is that of the last policy that is no oracle.
 
 from __future__ import annotations
 
-import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, counted
 from simulations.replay import Replay, Scenario, noise_floor
-from telemetry.formats.bounded import write_atomically
 
 Cells = Sequence[str]  # texts of a row
 FEWEST_JUDGED = 20  # windows for a 95th percentile
@@ -66,8 +64,8 @@ def _figures(scenario: Scenario, replay: Replay) -> dict[str, Any]:
         "oracle": replay.is_oracle,
         "failed": replay.failed,
         "imbalance_mean": float(series.mean()),
-        "imbalance_p95": float(np.percentile(series, 95)),
-        "imbalance_p99": float(np.percentile(series, 99)),
+        "imbalance_p95": percentile(series, 95),
+        "imbalance_p99": percentile(series, 99),
         "imbalance_max_layer": float(replay.imbalance.max()),
         "imbalance_series": [round(value, 6) for value in replay.per_window.tolist()],
         "rebalances": len(replay.rebalances),
@@ -81,6 +79,16 @@ def _figures(scenario: Scenario, replay: Replay) -> dict[str, Any]:
         "plan_ms_p50": float(np.median(replay.plan_ms)) if replay.plan_ms.size else 0.0,
         **_times(scenario, replay),
     }
+
+
+def percentile(series: NDArray[np.float64], part: int) -> float | None:
+    """Of windows; None: a single window has none."""
+    return float(np.percentile(series, part)) if len(series) > 1 else None
+
+
+def text_of(value: float | None, digits: int = 3) -> str:
+    """A figure as tables have it."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _times(scenario: Scenario, replay: Replay) -> dict[str, float]:
@@ -113,9 +121,10 @@ def conclusions(result: dict[str, Any]) -> list[str]:
         by = "tokens/s" if "tokens_per_s_per_rank" in judged[best] else "mean imbalance"
         found.insert(0, f"best by {by}, oracles aside: {best}")
     if (count := result["windows"] - 1) < FEWEST_JUDGED:
+        what = "no p95 or p99" if count == 1 else "p95 and p99 are close to the worst of them"
         found.append(
-            f"few windows: {count} judged, so that p95 and p99 are close to the worst of them; "
-            f"expected {FEWEST_JUDGED} or more (--window with fewer tokens, or a longer load)"
+            f"few windows: {count} judged: {what}; expected {FEWEST_JUDGED} or more "
+            "(--window-tokens with fewer tokens, or a longer load)"
         )
     return found
 
@@ -137,7 +146,9 @@ def best_policy(result: dict[str, Any]) -> str | None:
 
 def _against(name: str, one: dict[str, Any], base_name: str, base: dict[str, Any]) -> str:
     balance = f"imbalance {base['imbalance_mean']:.3f} -> {one['imbalance_mean']:.3f}"
-    moved = f"{one['experts_moved']:,} experts moved in {one['rebalances']} plans"
+    moved = (
+        f"{counted(one['experts_moved'], 'expert')} moved in {counted(one['rebalances'], 'plan')}"
+    )
     text = f"{name} against {base_name}: {balance}, {moved}"
     if "tokens_per_s_per_rank" in one:
         gain = one["tokens_per_s_per_rank"] / max(base["tokens_per_s_per_rank"], 1e-12) - 1
@@ -152,12 +163,13 @@ def _against(name: str, one: dict[str, Any], base_name: str, base: dict[str, Any
     return text
 
 
-def table(result: dict[str, Any]) -> Table:
-    """Lay a summary out for the terminal."""
+def comparison_table(result: dict[str, Any]) -> TextTable:
+    """Lay a summary out."""
     title = (
-        f"{result['trace']}: {result['windows']} windows, {result['layers']} layers x "
-        f"{result['experts']} experts on {result['slots']} slots, {result['ranks']} ranks, "
-        f"{result['nodes']} nodes; chance alone makes {result['noise_floor']:.3f}"
+        f"{result['trace']}: {counted(result['windows'], 'window')}, "
+        f"{counted(result['layers'], 'layer')} x {result['experts']} experts on {result['slots']} "
+        f"slots, {counted(result['ranks'], 'rank')}, {counted(result['nodes'], 'node')}; chance "
+        f"alone makes {result['noise_floor']:.3f}"
     )
     caption = (
         "mean, p95: imbalance over windows; worst: one layer in one window; plans: that moved, of "
@@ -165,10 +177,10 @@ def table(result: dict[str, Any]) -> Table:
         "An oracle looks at the window that it serves: a limit, not a competitor"
     )
     is_timed = any("step_us_mean" in one for one in result["policies"].values())
-    headings = ["mean", "p95", "worst", "plans", "experts", "GB", "ms"]
+    headings = ["policy", "mean", "p95", "worst", "plans", "experts", "GB", "ms"]
     headings += ["step us", "tok/s"] if is_timed else []
-    rows = ((policy, *_cells(one)) for policy, one in result["policies"].items())
-    return figures_table(title, "policy", headings, rows, caption)
+    rows = [(policy, *_cells(one)) for policy, one in result["policies"].items()]
+    return TextTable(headings, rows, title, caption)
 
 
 def _cells(one: dict[str, Any]) -> Cells:
@@ -177,7 +189,7 @@ def _cells(one: dict[str, Any]) -> Cells:
     moved_bytes = sum(one["bytes_by_link"].values())
     return [
         f"{one['imbalance_mean']:.3f}",
-        f"{one['imbalance_p95']:.3f}",
+        text_of(one["imbalance_p95"]),
         f"{one['imbalance_max_layer']:.2f}",
         f"{one['rebalances']}/{one['rebalances'] + one['kept']}",
         f"{one['experts_moved']:,}",
@@ -187,33 +199,38 @@ def _cells(one: dict[str, Any]) -> Cells:
     ]
 
 
-def figures_table(
-    title: str, first: str, headings: Sequence[str], rows: Iterable[Cells], caption: str = ""
-) -> Table:
-    """A table for the terminal: a first column of names, the others of figures."""
-    grid = Table(
-        title=title or None,
-        title_justify="left",
-        caption=caption or None,
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-    )
-    grid.add_column(first, no_wrap=True)
-    for heading in headings:
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        grid.add_row(*row)
-    return grid
+MOST_BEFORE = 16  # rows of a table of a page that figures come after
 
 
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a summary; the file is whole or not there.
+@dataclass(frozen=True)
+class TextTable:
+    """Rows of text: the first column is of names, on the left, the others of figures."""
 
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_atomically(path, f"{json.dumps(result, indent=2)}\n".encode())
+    headings: Cells
+    rows: Sequence[Cells]
+    title: str = ""
+    caption: str = ""
+
+    @property
+    def is_long(self) -> bool:
+        """On a page it comes after the figures."""
+        return len(self.rows) > MOST_BEFORE
+
+    def for_terminal(self, num_columns: int | None = None) -> Table:
+        """Give its first columns, or all, as a table for the terminal."""
+        grid = Table(
+            title=self.title or None,
+            title_justify="left",
+            caption=self.caption or None,
+            caption_justify="left",
+            box=SIMPLE_HEAD,
+            padding=0,
+        )
+        for number, heading in enumerate(self.headings[:num_columns]):
+            grid.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in self.rows:
+            grid.add_row(*row[:num_columns])
+        return grid
 
 
 FIGURES = {
@@ -265,7 +282,7 @@ class Limit:
         if found is None:
             raise ConfigError(
                 f"--fail-if {self.text!r}: {self.figure} is not known, expected --hardware or "
-                "--expert-times, and --model"
+                "--expert-times, and --model; for p95 and p99 two judged windows"
             )
         if COMPARED[self.sign](found, self.value):
             return f"{policy}: {self.figure} is {found:.6g}, the limit fails at {self.text}"

@@ -69,14 +69,17 @@ RULES = {
         "numpy torch vllm prometheus_client",
     ),
     "rebalance/engines/common/fsck": rule(
-        "eplb runtime rebalance.types rebalance.engines.common telemetry.state", "numpy torch"
+        "eplb runtime rebalance.types rebalance.engines.common rebalance.weights.expert_records "
+        "telemetry.state",
+        "numpy torch",
     ),
     "rebalance/engines/sglang": rule(
-        "eplb telemetry runtime rebalance.engines", "numpy torch sglang"
+        "eplb telemetry runtime rebalance.engines rebalance.weights.expert_records",
+        "numpy torch sglang",
     ),
     # The controller runs where there is no torch and no expert.
     "rebalance/controller": rule("eplb telemetry", "numpy"),
-    "simulations": rule("eplb telemetry", "numpy scipy plotly matplotlib pyarrow rich ray"),
+    "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich ray"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",
         "numpy torch typer rich pydantic fastapi starlette uvicorn h11 sse_starlette "

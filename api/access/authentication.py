@@ -90,12 +90,11 @@ class Authentication:
         *,
         token: str | None,
         state_dir: Path | None,
-        failed: FailedLogins | None = None,
         actor: Actor | None = None,
     ) -> None:
         self._app, self._token = app, None if token is None else token.encode()
         self._keys = None if state_dir is None else AccessKeys(state_dir)
-        self._failed, self._only = failed or FailedLogins(), actor
+        self._failed, self._only = FailedLogins(), actor
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""

@@ -70,7 +70,6 @@ class Changes:
     Args:
         audit: None: there is none.
         clock: seconds since the epoch, of the audit.
-        age_clock: of kept answers; it never jumps.
     """
 
     def __init__(
@@ -79,10 +78,8 @@ class Changes:
         *,
         audit: Audit | None,
         clock: Clock = time.time,
-        age_clock: Clock = time.monotonic,
     ) -> None:
-        self._app, self._clock, self._age_clock = app, clock, age_clock
-        self._audit = audit
+        self._app, self._clock, self._audit = app, clock, audit
         self._answers: OrderedDict[_Place, _Answer] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +105,7 @@ class Changes:
         digest = sha256(state["body"]).hexdigest()
         known = self._known(place)
         if known is None:
-            answer = self._answers[place] = _Answer(digest, self._age_clock())
+            answer = self._answers[place] = _Answer(digest, time.monotonic())
             try:
                 await self._audited(scope, receive, answer.kept(send), reason)
             finally:
@@ -125,7 +122,7 @@ class Changes:
                 await send(_marked(message))
 
     def _known(self, place: _Place) -> _Answer | None:
-        limit = self._age_clock() - KEPT_ANSWERS_S
+        limit = time.monotonic() - KEPT_ANSWERS_S
         while self._answers:
             oldest = next(iter(self._answers.values()))
             if len(self._answers) <= KEPT_ANSWERS and oldest.time >= limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ import typer
 from api.cli.config import Configured
 from api.cli.deploy import Host, deployment_of, say
 from api.cli.late import BAD_INPUT
-from api.cli.options import Seed, with_options
+from api.cli.options import AsJson, ReportOptions, Seed, print_report, with_options
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
@@ -28,13 +28,13 @@ from api.cli.store_place import (
 from api.config.tree import profile_names
 from api.deploy.deployment import Deployment, host_here, resolve
 from api.terminal.printable import printable
+from api.terminal.progress import progress
 from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.common.fsck.report import report_of
 from rebalance.weights.link.secret import Secret
-from telemetry.formats.bounded import write_atomically
 
 if TYPE_CHECKING:
-    from api.deploy.check import Finding
+    from api.deploy.check import Costs, Finding
 
 FAULTY = 1
 ConformEngine = Enum("ConformEngine", {name: name for name in ("vllm", "sglang")})  # type: ignore[misc]
@@ -67,16 +67,19 @@ def check(
     accept: Accept = False,
     engine: Engine = None,
     model_config: ModelConfig = None,
+    json_output: AsJson = False,
 ) -> None:
     """Check configuration, ports, memory, files, GPUs, store and clock; print what ranks take.
 
     Exit status 0: all is as it should be; 2: something is not, and the output names it.
     """
     if engine is not None:
-        _check_engine(engine, model_config)
+        from api.deploy.check_engine import check_engine
+
+        _end(_found(check_engine(engine, model_config, os.environ), json_output), json_output)
         return
     # Imported here: it needs the extra "api".
-    from api.deploy.check import check_all, check_profiles, costs_of, lines_of
+    from api.deploy.check import check_all, check_profiles, costs_of
     from api.deploy.first_placement import check_belongs
     from api.deploy.model import ACCEPT, accept_checkpoint
 
@@ -84,13 +87,11 @@ def check(
     if accept:
         with closing(deployment.opened_store()) as store:
             check_belongs(store, deployment)
-            say(printable(accept_checkpoint(store, deployment.settings.model, ACCEPT)))
+            accepted = accept_checkpoint(store, deployment.settings.model, ACCEPT)
+            typer.echo(printable(accepted), err=json_output)
     here, others = host_here(deployment, host), _other_profiles(configured)
-    is_ok = _all_said(chain(check_all(deployment, here), check_profiles(deployment, here, others)))
-    for line in lines_of(costs_of(deployment)):
-        say(line)
-    if not is_ok:
-        raise typer.Exit(BAD_INPUT)
+    checks = chain(check_all(deployment, here), check_profiles(deployment, here, others))
+    _end(_found(checks, json_output), json_output, costs_of(deployment))
 
 
 def _other_profiles(configured: Configured) -> dict[str, Callable[[Secret], Deployment]]:
@@ -103,7 +104,11 @@ def _other_profiles(configured: Configured) -> dict[str, Callable[[Secret], Depl
     return {name: partial(resolved, name) for name in names if name != mine}
 
 
-def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None) -> None:
+def fsck(
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
+    json_output: AsJson = False,
+) -> None:
     """Print what the ranks of an engine have found in their live slots: the placement check.
 
     Each EP group of the deployment has a part of its own. Exit status 0: no fault; 1: faults; 2: no
@@ -114,56 +119,74 @@ def fsck(store: ConfiguredStore = None, deployment: ConfiguredDeployment = None)
     for name in deployments_with_runs(url, whole):
         with closing(open_existing(url, name)) as opened:
             reports[name] = report_of(opened)
-    for name, report in reports.items():
-        for line in report.lines:
-            say(printable(line if name == whole else f"{name}: {line}"))
+    lines = [
+        line if name == whole else f"{name}: {line}"
+        for name, report in reports.items()
+        for line in report.lines
+    ]
+    print_report({name: asdict(report) for name, report in reports.items()}, lines, json_output)
     if any(report.faults for report in reports.values()):
         raise typer.Exit(FAULTY)
     if any("" not in report.ranks.values() for report in reports.values()):
         raise typer.Exit(BAD_INPUT)
 
 
+@with_options
 def conform(
+    given: ReportOptions,
     engine: Annotated[ConformEngine, typer.Option(help="The engine that is installed here.")],
     quantisation: Annotated[
         list[str] | None, typer.Option(help="Case of a quantisation; by default all of them.")
     ] = None,
     moves: Annotated[int, typer.Option(min=1, max=100, help="Forced moves in a row.")] = 3,
     seed: Seed = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="File for the report, for programs.")
-    ] = None,
 ) -> None:
     """Prove that an engine moves experts without changing one, on its own layers in this process.
 
     Exit status 0: all layers are proved; 1: some are not; 2: the engine cannot be imported.
     """
     # Imported here: it needs torch.
-    from rebalance.engines.common.conform import report, to_json, verdicts_of
+    from rebalance.engines.common.conform import report, verdicts_of
 
-    about, verdicts, not_run = verdicts_of(
-        engine.value, quantisation or (), num_moves=moves, seed=seed
-    )
-    for line in report(about, verdicts, not_run).splitlines():
-        say(printable(line))
-    if json_file is not None:
-        write_atomically(json_file, to_json(verdicts, about=about, not_run=not_run).encode())
+    names = quantisation or ()
+    with progress("quantisations", len(names) or None, is_shown=not given.json_output) as advance:
+        about, verdicts, not_run = verdicts_of(
+            engine.value, names, num_moves=moves, seed=seed, advance=advance
+        )
+
+    def show() -> None:
+        for line in report(about, verdicts, not_run).splitlines():
+            say(printable(line))
+
+    layers = [asdict(one) for one in verdicts]
+    given.give({"about": about, "not_run": not_run, "layers": layers}, show)
     if not all(one.may_move for one in verdicts):
         raise typer.Exit(FAULTY)
 
 
-def _check_engine(command: str, model_config: Path | None) -> None:
-    from api.deploy.check_engine import check_engine
+def _found(findings: Iterable[Finding], is_json: bool) -> list[Finding]:
+    """All findings; each is printed once it is there, and a bar counts them meanwhile."""
+    found: list[Finding] = []
+    remaining = iter(findings)
+    while True:
+        with progress("checks", is_shown=not is_json) as advance:
+            advance(len(found))
+            finding = next(remaining, None)
+        if finding is None:
+            return found
+        found.append(finding)
+        if not is_json:
+            say(printable(str(finding)))
 
-    is_ok = _all_said(check_engine(command, model_config, os.environ))
-    if not is_ok:
+
+def _end(findings: list[Finding], is_json: bool, costs: Costs | None = None) -> None:
+    """Print what ranks and hosts take, or all of it as JSON; end with the status of a refusal."""
+    from api.deploy.check import lines_of  # it needs the extra "api"
+
+    report = {
+        "findings": [asdict(one) | {"is_ok": one.is_ok} for one in findings],
+        "costs": None if costs is None else asdict(costs),
+    }
+    print_report(report, () if costs is None else lines_of(costs), is_json)
+    if not all(one.is_ok for one in findings):
         raise typer.Exit(BAD_INPUT)
-
-
-def _all_said(findings: Iterable[Finding]) -> bool:
-    """Print what was found; whether all of it is as it should be."""
-    is_ok = True
-    for finding in findings:
-        say(printable(str(finding)))
-        is_ok = is_ok and finding.is_ok
-    return is_ok

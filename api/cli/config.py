@@ -104,7 +104,7 @@ def _print_live(
     with closing(open_existing(url, deployment)) as store:
         state = store.live()
         if texts:
-            changes = parsed_changes(texts, given_by="--set")
+            changes = parsed_changes(texts)
             given = ", ".join(f"{name}={value}" for name, value in changes.items())
             # Before it is done: a change that the audit cannot hold is not made.
             with noting(audit, deployment, f"config --live {given}", reason):

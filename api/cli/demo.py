@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ import typer
 
 from api.cli.config import named_settings
 from api.cli.late import BAD_INPUT
-from api.cli.options import with_options
+from api.cli.options import ReportOptions, with_options
 from api.config.tree import Settings, load
 from api.demo.options import (
     CHAOS_DEFAULTS,
@@ -37,6 +38,7 @@ WRONG_RESULT = 1
 @with_options
 def demo(
     options: Options,
+    given: ReportOptions,
     flags: SettingFlags,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     ranks: Annotated[
@@ -52,13 +54,13 @@ def demo(
     It writes settings.toml into its state folder, the configuration of an ordinary deployment, and
     starts eplb serve, eplb host-cache and eplb launch with it.
     """
-    console = unbreakable_console()
+    console = unbreakable_console(sys.stderr if given.json_output else sys.stdout)
     leave_on_signals(signal.SIGTERM, signal.SIGHUP)
     try:
         check_packages()
         defaults = DEFAULTS | (CHAOS_DEFAULTS if options.chaos else {})
-        given = dict(vars(flags))
-        settings = _settings(given, config, setting, ranks, slots, defaults, chaos=options.chaos)
+        named = dict(vars(flags))
+        settings = _settings(named, config, setting, ranks, slots, defaults, chaos=options.chaos)
         set_up_logging(replace(settings.log, deployment=settings.deployment.name), process="demo")
         # Only now: torch takes seconds, and wrong settings need none of it.
         from api.demo.run import run_demo
@@ -67,7 +69,7 @@ def demo(
         if not options.tokens_per_rank:
             tokens = TOKENS_PER_RANK[settings.topology.device]
             options = replace(options, tokens_per_rank=tokens)
-        summary = run_demo(options, settings, console)
+        summary = run_demo(options, settings, console, given)
     except KeyboardInterrupt:
         leave()
     except EplbError as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -9,17 +10,19 @@ from typing import Annotated
 import typer
 
 from api.cli.options import (
+    AsJson,
     HiddenLayers,
     LayerOptions,
     Output,
     Redundant,
     RoutingOptions,
     Seed,
+    print_report,
     with_options,
 )
-from api.engine_plan import PlannedGroup, plan_for_engine
+from api.engine_plan import PlannedGroup, lines_of, plan_for_engine
 from eplb.core.dispatch import DispatchRule
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, counted
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.checks import TARGETS, TargetDeployment, findings
 from telemetry.formats.table import (
@@ -70,6 +73,7 @@ def plan(
             "--start", help="Plan for a start of SGLang with an all-to-all and this file."
         ),
     ] = False,
+    json_output: AsJson = False,
 ) -> None:
     """Plan a placement for a dump of load, judge it under the engine's rule, and write its file."""
     options = layers.reading(max_windows=windows, **vars(routing))
@@ -89,7 +93,7 @@ def plan(
         source=Path(dump).name,
         at_start=start,
     )
-    typer.echo(report)
+    print_report(report, lines_of(report), json_output)
 
 
 @with_options
@@ -108,6 +112,7 @@ def convert(
     current: Current = None,
     hidden_layers: HiddenLayers = None,
     windows: Windows = 64,
+    json_output: AsJson = False,
 ) -> None:
     """Convert a placement, or load, to another format; what is repaired or lost is printed."""
     options = layers.reading(max_windows=windows, num_redundant=redundant, **vars(routing))
@@ -122,9 +127,10 @@ def convert(
         notes = write_load(found, to, output, given)
     else:
         notes = write_placement(found, to, output, given)
-    for note in dict.fromkeys((*found.notes, *notes)):
-        typer.echo(f"note: {note}")
-    typer.echo(f"written: {output}{file_digest(output)}")
+    notes = tuple(dict.fromkeys((*found.notes, *notes)))
+    written = {"file": str(output), "notes": notes, "digest": file_digest(output).strip()}
+    lines = [*(f"note: {note}" for note in notes), f"written: {output}{file_digest(output)}"]
+    print_report(written, lines, json_output)
 
 
 @with_options
@@ -139,6 +145,7 @@ def validate(
         int | None, typer.Option(min=1, max=65_536, help="Nodes of the ranks.")
     ] = None,
     redundant: Redundant = None,
+    json_output: AsJson = False,
 ) -> None:
     """Check a placement against an engine. Exit status 0: accepted; 1: refused; 2: not readable.
 
@@ -151,13 +158,21 @@ def validate(
         ranks, nodes, redundant, shape, shape.expert_bytes if shape else 0
     )
     wrong = findings(found, target.value, deployment)
-    placement = found.placement
-    typer.echo(
-        f"{placement.num_layers} layers x {placement.num_slots} slots for {placement.num_experts} "
-        f"experts, layers {found.layers.ids[0]}..{found.layers.ids[-1]} ({found.layers.axis})"
-    )
-    for one in wrong:
-        typer.echo(f"{'error' if one.is_error else 'warning'} {one.code}: {one.text}")
-    if any(one.is_error for one in wrong):
+    is_refused, placement = any(one.is_error for one in wrong), found.placement
+    report = {
+        "layers": found.layers.ids,
+        "slots": placement.num_slots,
+        "experts": placement.num_experts,
+        "findings": [asdict(one) for one in wrong],
+        "is_accepted": not is_refused,
+    }
+    lines = [
+        f"{counted(placement.num_layers, 'layer')} x {placement.num_slots} slots for "
+        f"{placement.num_experts} experts, layers {found.layers.ids[0]}..{found.layers.ids[-1]} "
+        f"({found.layers.axis})",
+        *(f"{'error' if one.is_error else 'warning'} {one.code}: {one.text}" for one in wrong),
+        *([] if is_refused else [f"{target.value} accepts it"]),
+    ]
+    print_report(report, lines, json_output)
+    if is_refused:
         raise typer.Exit(WRONG)
-    typer.echo(f"{target.value} accepts it")

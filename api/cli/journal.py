@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from api.terminal.printable import plain_table, printable
-from eplb.errors import ConfigError
+from api.cli.options import AsJson
+from api.terminal.printable import plain_table, print_plain, printable
+from eplb.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from rebalance.protocol.journal import Entry
@@ -39,6 +41,7 @@ def journal(
         int, typer.Option(min=1, max=10_000_000, help="Number of entries, the latest.")
     ] = 200,
     votes: Annotated[bool, typer.Option(help="Show votes and verdicts too.")] = True,
+    json_output: AsJson = False,
 ) -> None:
     """Show the journal entries of all ranks by time: plans, votes, swaps, deaths, recoveries."""
     # Imported here: torch takes seconds, and --help needs none of it.
@@ -55,11 +58,15 @@ def journal(
         for entry in entries
         if rank in (None, entry.rank) and (votes or entry.what not in VOTES)
     ]
-    Console(highlight=False).print(render(chosen[-last:]))
-    notes = [f"{len(chosen[-last:])} of {len(chosen)} entries"]
-    notes += [f"{num_dropped(entries)} notes dropped"] * bool(num_dropped(entries))
-    notes += [f"{num_torn} torn lines skipped"] * bool(num_torn)
-    Console(highlight=False).print(", ".join(notes))
+    if json_output:
+        typer.echo(json.dumps([asdict(entry) for entry in chosen[-last:]], indent=1))
+        return
+    notes = [f"{len(chosen[-last:])} of {len(chosen)} {'entry' if len(chosen) == 1 else 'entries'}"]
+    if dropped := num_dropped(entries):
+        notes.append(f"{dropped} dropped")
+    if num_torn:
+        notes.append(f"{counted(num_torn, 'torn line')} skipped")
+    print_plain(render(chosen[-last:]), ", ".join(notes))
 
 
 def render(entries: Sequence[Entry]) -> Table:

@@ -21,9 +21,9 @@ COMMANDS: dict[str, dict[str, Late]] = {
         "simulate": Late("api.cli.simulator.simulate:simulate"),
         "sweep": Late(
             "api.cli.simulator.sweep:sweep_command",
-            "eplb sweep dump.jsonl --out sweep --ranks 16,32 --redundant-per-rank 0,1,2 "
+            "eplb sweep dump.jsonl --output sweep --ranks 16,32 --redundant-per-rank 0,1,2 "
             "--every 1,4,16; "
-            "eplb sweep generated:mixed --model deepseek-v3 --hardware h200 --out sweep "
+            "eplb sweep generated:mixed --model deepseek-v3 --hardware h200 --output sweep "
             "--seed 0,1,2",
         ),
         "recommend": Late("api.cli.simulator.recommend:recommend_command"),

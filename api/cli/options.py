@@ -9,7 +9,9 @@ A parameter whose type is a dataclass stands for the options that its fields dec
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -37,7 +39,58 @@ Steps = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write a summary.")]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """How a command gives its report: text for people, JSON for programs."""
+
+    json_output: AsJson = False
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the JSON into this file.")
+    ] = None
+
+    def check(self) -> None:
+        """Refuse a file that could not be written, before a long run.
+
+        Raises:
+            ConfigError: it is a folder, or in none that can be written.
+        """
+        path = self.output
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ConfigError(f"--output {path} cannot be written, expected a file in a folder")
+
+    def give(self, report: Any, show: Callable[[], object]) -> None:
+        """Write the file if it is asked for, and print JSON, or what ``show`` prints.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self.output is not None:
+            write_json(self.output, report)
+        if self.json_output:
+            typer.echo(json.dumps(report, indent=1))
+        else:
+            show()
+
+
+def print_report(report: Any, lines: Iterable[str], is_json: bool) -> None:
+    """Print a report as JSON, or as its lines."""
+    from api.terminal.printable import printable
+
+    for line in [json.dumps(report, indent=1)] if is_json else map(printable, lines):
+        typer.echo(line)
+
+
+def write_json(path: Path, report: Any) -> None:
+    """Write JSON; the file is whole or not there.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from telemetry.formats.bounded import write_atomically
+
+    write_atomically(path, f"{json.dumps(report, indent=1)}\n".encode())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

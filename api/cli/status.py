@@ -6,6 +6,7 @@ Both show answers of the admin API: of a service by its URL, or made in this pro
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from api.cli.store_place import ApiOptions, audit_folder, configured_store, open
 from api.interrupts import StopSignals
 from api.operations.printing import at
 from api.terminal.printable import printable, unbreakable_console
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, counted
 from telemetry.state.store import without_password
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def top(
     from api.terminal.live import LiveView
     from api.terminal.picture import render
 
-    console, stop = unbreakable_console(), StopSignals()
+    console, stop = unbreakable_console(sys.stdout), StopSignals()
     with _asked(place, configured, watches=not once) as (ask, _):
         if once:
             console.print(render(_look(ask), console.width, max(40, console.height)))
@@ -227,7 +228,8 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         else f"{window.measured:.2f} in the latest window, {window.contiguous:.2f} unbalanced",
         "migration": "none"
         if moving is None
-        else f"plan {moving.plan_id}: {moving.num_moves} moves, {moving.fraction:.0%} done",
+        else f"plan {moving.plan_id}: {counted(moving.num_moves, 'move')}, "
+        f"{moving.fraction:.0%} done",
         "pace": f"{state.pace.part:g} of the deployment's own; {state.pace.reason}",
         "curve": state.expert_curve,
         "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
@@ -236,7 +238,8 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     yield from (f"{name:<11}{line}" for name, line in lines.items())
     if (ranks := state.membership) is not None:
         waits = f": {ranks.waits}" if ranks.waits else ""
-        serve = f"{len(ranks.members)} ranks serve, {len(ranks.wanted)} are wanted"
+        verb = "serves" if len(ranks.members) == 1 else "serve"
+        serve = f"{counted(len(ranks.members), 'rank')} {verb}, {len(ranks.wanted)} are wanted"
         yield f"members    {serve}, epoch {ranks.epoch}, {ranks.phase}{waits}"
     if state.ranks:
         yield "rank  host  state    generation  step      step ms  wait ms  last report"

@@ -22,6 +22,7 @@ from api.cli.store_place import (
 )
 from api.config.tree import load, profile_names
 from api.operations.printing import TIME_OR_AGE, listing, time_of
+from eplb.errors import counted
 from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of
 from telemetry.load.rollup import HOUR, MINUTE
@@ -104,6 +105,7 @@ def purge(
     if path is not None:
         shrink_file(path)
     typer.echo(
-        f"{deployment}: removed {samples} samples, {minutes} roll-ups of a minute and {hours} of "
-        f"an hour before {datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        f"{deployment}: removed {counted(samples, 'sample')}, {counted(minutes, 'roll-up')} of a "
+        f"minute and {hours} of an hour before "
+        f"{datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
     )

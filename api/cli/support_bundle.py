@@ -31,7 +31,7 @@ from api.cli.store_place import open_existing
 from api.demo.state_dir import SETTINGS_FILE
 from api.operations.declaration import Operation
 from eplb import __version__
-from eplb.errors import ConfigError, EplbError
+from eplb.errors import ConfigError, EplbError, counted
 from eplb.settings.deployment import DEPLOYMENT, STORE_FILE
 from telemetry.state.store import StateStore
 
@@ -71,7 +71,9 @@ def support_bundle(
     """Collect state, journals, settings without secrets, versions and the last events."""
     bundle = collect(state_dir, store, deployment, max_mb * MB)
     write(out, bundle)
-    typer.echo(f"{out}: {len(bundle.members)} files, {bundle.num_bytes:,} bytes uncompressed")
+    typer.echo(
+        f"{out}: {counted(len(bundle.members), 'file')}, {bundle.num_bytes:,} bytes uncompressed"
+    )
     for name, reason in bundle.missing.items():
         typer.echo(f"missing: {name}: {reason}")
 

@@ -40,8 +40,8 @@ def static_layer(settings: Settings) -> dict[str, Value]:
     return {name: settings.value(known) for name, known in live_settings().items()}
 
 
-def parsed_changes(texts: Mapping[str, str | None], *, given_by: str) -> dict[str, Value | None]:
-    """Read changes of live settings by any of their names; None: the static value applies again.
+def parsed_changes(texts: Mapping[str, str | None]) -> dict[str, Value | None]:
+    """Read the changes of ``--set`` by any of their names; None: the static value applies again.
 
     Raises:
         ConfigError: a name that is no live setting, or a value of the wrong type or range.
@@ -51,10 +51,10 @@ def parsed_changes(texts: Mapping[str, str | None], *, given_by: str) -> dict[st
         known = Settings.names.get(name)
         if known is None or not known.about.live:
             names = ", ".join(live_settings())
-            raise ConfigError(f"{given_by} {name} is no live setting, expected one of: {names}")
+            raise ConfigError(f"--set {name} is no live setting, expected one of: {names}")
         if known.name in changes:
-            raise ConfigError(f"{known.path} is given twice by {given_by}, expected it once")
-        changes[known.name] = None if text is None else known.read(text, f"{given_by} {name}")
+            raise ConfigError(f"{known.path} is given twice by --set, expected it once")
+        changes[known.name] = None if text is None else known.read(text, f"--set {name}")
     return changes
 
 

@@ -59,7 +59,6 @@ class Options:
     ] = False
     serve: Annotated[bool, typer.Option("--serve", help="Serve until interrupted.")] = False
     resume: Annotated[bool, typer.Option("--resume", help="Start from the last placement.")] = False
-    json: Annotated[Path | None, typer.Option("--json", help="Write a summary.")] = None
     view: Annotated[
         Literal["auto", "live", "plain", "off"], typer.Option(help="What is shown meanwhile.")
     ] = "auto"

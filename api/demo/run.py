@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from api.cli.options import ReportOptions
 from api.config.tree import Settings
 from api.demo.chaos import Chaos, summary_of
 from api.demo.checking import CheckedStep, checks_in
@@ -29,10 +30,8 @@ from api.demo.setup import Prepared, begin, check_settings, prepare
 from api.demo.state_dir import StateDir
 from api.demo.summary import (
     RankReport,
-    check_summary_file,
     render_summary,
     summarise,
-    write_summary,
 )
 from api.deploy.local_ranks import EXIT_DEADLINE_S, HALT_DEADLINE_S
 from api.monitor.history import History
@@ -62,16 +61,23 @@ GRACE_S = 2.0  # after the end of a first launcher, for what the others report
 log = logging.getLogger(__name__)
 
 
-def run_demo(options: Options, settings: Settings, console: Console) -> dict[str, Any]:
+def run_demo(
+    options: Options, settings: Settings, console: Console, given: ReportOptions
+) -> dict[str, Any]:
     """Run the demo to its summary; with ``serve``, until interrupted.
+
+    Args:
+        options: of the demo.
+        settings: of its deployment.
+        console: for what is shown meanwhile.
+        given: how the summary is given.
 
     Raises:
         EplbError: the demo could not start, or failed; all processes have ended then.
     """
     raise_descriptor_limit()
     check_settings(options, settings)
-    if options.json is not None:
-        check_summary_file(options.json)
+    given.check()
     with ExitStack() as stack:
         state = StateDir(settings.deployment.state_dir)
         stack.callback(state.close)
@@ -82,7 +88,7 @@ def run_demo(options: Options, settings: Settings, console: Console) -> dict[str
         lease.take()
         stack.callback(lease.release)
         since = begin(options, prepared.deployment, store)
-        demo = Demo(options, prepared, store, console, lease, since)
+        demo = Demo(options, prepared, store, console, lease, since, given)
         stack.callback(demo.end)
         demo.start()
         return demo.serve()
@@ -99,8 +105,10 @@ class Demo:
         console: Console,
         lease: DeploymentLease,
         since: int,
+        given: ReportOptions,
     ) -> None:
         self._options, self._prepared, self._store = options, prepared, store
+        self._given = given
         self._deployment, self._lease = prepared.deployment, lease
         self._since = since  # id of the latest event before the start
         self._console, self._monitor = console, Monitor(store, history=History())
@@ -194,11 +202,10 @@ class Demo:
         except (Exception, KeyboardInterrupt) as exc:
             failure = exc
         summary = self._summary(reports, failure)
-        if (path := self._options.json) is not None:
-            write_summary(path, summary).replace(path)
         if failure is not None:
+            self._given.give(summary, lambda: None)
             raise failure
-        self._console.print(render_summary(summary))
+        self._given.give(summary, lambda: self._console.print(render_summary(summary)))
         return summary
 
     def _shown(self) -> Look:

@@ -1,11 +1,9 @@
-"""The summary of a demo: as a dictionary, as a table, and as a file of JSON."""
+"""The summary of a demo: as a dictionary and as a table."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import mean, median
 from string import Formatter
 from typing import Any
@@ -20,7 +18,7 @@ from api.demo.checking import CheckedStep
 from api.demo.engine import EngineFile
 from api.deploy.deployment import Deployment
 from api.monitor.state import Reading, WindowScore
-from eplb.errors import ConfigError
+from eplb.errors import counted
 
 FINAL_WINDOWS = 5
 
@@ -151,7 +149,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     claims = ["rebalanced"] * bool(summary["rebalances"])
     claims += ["every answer right"] * bool(summary["reference_checks"])
     if faults := summary.get("faults"):
-        claims.append(f"{len(faults)} faults survived")
+        claims.append(f"{counted(len(faults), 'fault')} survived")
     return ", and ".join(claims) or "nothing was checked"
 
 
@@ -204,29 +202,3 @@ def _figure(
     """Give a figure of the known values; None where none is known."""
     known = [value for value in values if value is not None]
     return round(float(of(known)), digits) if known else None
-
-
-def check_summary_file(path: Path) -> None:
-    """Refuse a path at which no summary can be written, before the run.
-
-    Raises:
-        ConfigError: the folder is missing or read-only, or the path is a folder.
-    """
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder, expected a file")
-    write_summary(path, {}).unlink()
-
-
-def write_summary(path: Path, summary: dict[str, Any]) -> Path:
-    """Write a summary into an unfinished file beside ``path``; returns that file.
-
-    Raises:
-        ConfigError: the folder is missing, or the disk is full or read-only.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        unfinished.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    except OSError as exc:
-        unfinished.unlink(missing_ok=True)
-        raise ConfigError(f"--json {path} cannot be written: {exc.strerror}") from exc
-    return unfinished

@@ -26,7 +26,7 @@ from eplb.settings.deployment import numeric_address
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.assembly.places import holder_of
 from rebalance.weights.link.secret import Secret
-from telemetry.state.joining import check_versions, serving
+from telemetry.state.joining import check_versions, claims_elsewhere, serving
 from telemetry.state.store import StateStore
 
 
@@ -173,7 +173,7 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
             lambda: [Finding("checkpoint", check_checkpoint(weights, deployment.model))],
         ),
         ("memory", lambda: check_costs(costs_of(deployment))),
-        ("store", lambda: check_store(deployment, clock)),
+        ("store", lambda: check_store(deployment, host, clock)),
     ]
     for component, check in checks:
         try:
@@ -273,7 +273,9 @@ def check_memory(costs: Costs, available: int) -> Finding:
     return Finding("memory", found)
 
 
-def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Finding]:
+def check_store(
+    deployment: Deployment, host: int = 0, clock: Clock = time.time
+) -> Iterator[Finding]:
     """Find out whether the store answers, is of this deployment, and has this host's time."""
     try:
         with closing(deployment.opened_store()) as store:
@@ -286,6 +288,9 @@ def check_store(deployment: Deployment, clock: Clock = time.time) -> Iterator[Fi
                 check_same_checkpoint(store, deployment.settings.model)
             except CheckpointError as exc:
                 yield as_finding("checkpoint", exc)
+            for found in claims_elsewhere(store, host):
+                expected = "no process, or one of this machine: two have the address of this host"
+                yield Finding("places", found, f"{expected} (topology.hosts)")
             committed = store.committed()
             # The event also shows that the store can be written.
             detail = {"host": socket.gethostname(), "process": os.getpid()}

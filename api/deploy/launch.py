@@ -34,7 +34,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
-from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached
+from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached, settle
 from api.processes.supervision import Restarts, SupervisionSettings
 from eplb.core.placement import EMPTY, Placement
 from eplb.errors import ConfigError, RankError, StoreError
@@ -45,7 +45,7 @@ from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE, holder_of
 from telemetry.state.events import WAITING
-from telemetry.state.joining import Heartbeat, check_versions, serving
+from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving
 from telemetry.state.store import StateStore
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
@@ -180,16 +180,24 @@ class Prepared:
     joins: bool  # whether others serve already without the ranks of this host
 
 
-def prepare_store(launch: Launch, lost_after: int | None = None, died: str = "") -> Prepared:
+def prepare_store(
+    launch: Launch,
+    lost_after: int | None = None,
+    died: str = "",
+    mine: Announcement | None = None,
+) -> Prepared:
     """Have the store name a placement that the ranks can start from.
 
     Args:
         launch: what is started.
         lost_after: the generation that served last, if it is known.
         died: how the ranks before ended, for the history.
+        mine: of the launcher, which is refused where another machine has one of this host.
     """
     with closing(launch.deployment.opened_store()) as store:
         check_versions(store, Announcement(RANKS, ""))
+        if mine is not None:
+            check_alone(store, mine)
         by = f"eplb launch, host {launch.host}"
         placement, did = ensure_first_placement(
             store, launch.deployment, by, lost_after=lost_after, is_of_ranks=True
@@ -399,6 +407,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         say: prints a line for operators.
     """
     program = launch.imported()
+    settle()  # before the fork: for the ranks too
     rank_file = write_rank_file(launch.deployment)
     restarts = Restarts(supervision.restart_after_death, supervision)
     stop, notifier = StopSignals(), Notifier()
@@ -410,7 +419,8 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     generation: int | None = None
     died, has_said = "", False
     while True:
-        prepare = partial(prepare_store, launch, lost_after=generation, died=died)
+        mine = heart.mine if generation is None else None
+        prepare = partial(prepare_store, launch, generation, died, mine)
         prepared = once_reached(prepare, stop, notifier, say)
         if prepared is None:
             return 128 + stop.received

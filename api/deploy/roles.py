@@ -18,7 +18,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.interrupts import StopSignals
-from api.processes.commands import Notifier, once_reached, set_title
+from api.processes.commands import Notifier, once_reached, set_title, settle
 from eplb.clock import Clock
 from eplb.errors import StoreError
 from eplb.precompile import warmed_up_meanwhile
@@ -27,7 +27,7 @@ from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller
 from telemetry.state.events import COMPILE
-from telemetry.state.joining import Heartbeat, check_versions
+from telemetry.state.joining import Heartbeat, check_alone, check_versions
 from telemetry.state.store import StateStore
 
 POLL_S = 0.25
@@ -106,6 +106,7 @@ def run_controller(deployment: Deployment, say: Say) -> None:
     with closing(store):
         say(f"eplb controller: ready for {deployment.name} in {deployment.store_shown}")
         notifier.ready()
+        settle()
 
         def record(state: str, **figures: float) -> None:
             try:
@@ -144,7 +145,8 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     check_link_certificate(deployment, host)
     stop, notifier, given = StopSignals(), Notifier(), deployment.settings
     set_title(f"host cache {host}")
-    _join_store(deployment, host)
+    heart = Heartbeat(deployment.opened_store, HOST_CACHE, str(host))
+    _join_store(deployment, heart.mine)
     model, weights = deployment.model, given.model.checkpoint
     settings, server = deployment.host_cache, None
     ready = "records that an engine offers"
@@ -160,24 +162,25 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
             f"mode {settings.mode}"
         )
         notifier.ready()
-        with Heartbeat(deployment.opened_store, HOST_CACHE, str(host)):
+        settle()
+        with heart:
             while not stop.received:
                 Event().wait(POLL_S)
                 records.check()  # takes the cache's lock: in a deadlock no progress is reported
                 notifier.alive()
 
 
-def _join_store(deployment: Deployment, host: int) -> None:
-    """Refuse a version that the ranks cannot work with, another secret, and another checkpoint.
+def _join_store(deployment: Deployment, mine: Announcement) -> None:
+    """Refuse a version that ranks cannot work with, a second machine, another secret or checkpoint.
 
     A cache needs the store for nothing else: ranks compare versions, keys and digests again when
     they connect, and may do so while the store is down.
     """
-    mine = Announcement(HOST_CACHE, str(host))
     try:
         with closing(deployment.opened_store()) as store:
             check_versions(store, mine)
             check_belongs(store, deployment)
             check_same_checkpoint(store, deployment.settings.model)
+            check_alone(store, mine)
     except StoreError as exc:
-        log.warning("host %d: not compared with what the deployment serves: %s", host, exc)
+        log.warning("host %s: not compared with what the deployment serves: %s", mine.name, exc)

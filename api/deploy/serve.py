@@ -6,7 +6,6 @@ all leads, and every API shows the same store.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from api.http.app import create_app, create_metrics_app
 from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals
-from api.processes.commands import Commands, Notifier, once_reached, set_title
+from api.processes.commands import Commands, Notifier, once_reached, set_title, settle
 from api.processes.supervision import Kill, Supervisor, note_in
 from eplb import versions
 from eplb.settings.deployment import numeric_address
@@ -117,8 +116,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         if store.live().text("stage") == "observe":
             say("eplb serve: stage observe: plans are recorded, nothing moves (operations.md)")
         notifier.ready()
-        # What was loaded by now stays to the end; collecting among it stops every thread for 0.2 s.
-        gc.freeze()
+        settle()
         while not stop.received:
             helpers.look()
             notifier.alive()

@@ -50,7 +50,7 @@ SERVERS: list[dict[str, Any]] = [
         "variables": {"deployment": {"default": "demo"}},  # an example
     },
 ]
-METRICS_CONNECTIONS, METRICS_REQUESTS = 16, 4  # of an address of their own
+METRICS_LIMITS = replace(DEFAULT_LIMITS, max_connections=16, max_requests=4)
 
 
 def create_app(
@@ -121,7 +121,6 @@ def create_app(
 def create_metrics_app(
     deployments: Deployments,
     *,
-    limits: HttpLimits = DEFAULT_LIMITS,
     token: str | None = None,
     state_dir: Path | None = None,
 ) -> FastAPI:
@@ -129,17 +128,11 @@ def create_metrics_app(
 
     Args:
         deployments: of the admin API; their figures are served.
-        limits: of the admin API; this one has fewer connections and requests.
         token: that a scrape may prove in place of an access key; not that of the admin API.
         state_dir: that has the access keys; None: there are none.
     """
-    few = replace(
-        limits,
-        max_connections=min(limits.max_connections, METRICS_CONNECTIONS),
-        max_requests=min(limits.max_requests, METRICS_REQUESTS),
-    )
     app = _bare_app("EPLB metrics")
-    app.state.deployments, app.state.limits = deployments, few
+    app.state.deployments, app.state.limits = deployments, METRICS_LIMITS
     app.state.streams = None
     _add_checks(app, token, state_dir)
     add_operations(app, [metrics])

@@ -237,7 +237,7 @@ class DeploymentLookup:
             try:
                 found = self._deployments.own if name is None else self._deployments.one(name)
             except Refused as exc:
-                await problem(exc.kind, str(exc), exc.headers)(scope, receive, send)
+                await problem(exc.kind, str(exc))(scope, receive, send)
                 return
             scope["state"] |= {"service": found, "deployment": found.name}
         await self._app(scope, receive, send)

@@ -3,7 +3,7 @@
     store -> background reader -> the latest events -> a position in them for each client
 
 A client holds nothing but its position, so a slow one costs no memory and delays nobody. One whose
-position is no longer among the latest events is told that it has missed some. Whoever decides in
+position is no longer among the latest events gets an event that some are missed. Whoever decides in
 the deployment writes to the store alone, and knows of no client.
 """
 

@@ -190,7 +190,6 @@ class Refused(EplbError):
 
     exit_status = 1  # exit status of a command that this error ends
 
-    def __init__(self, kind: ProblemType, detail: str, *, retry_after_s: int | None = None) -> None:
+    def __init__(self, kind: ProblemType, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
-        self.headers = {} if retry_after_s is None else {RETRY: str(retry_after_s)}

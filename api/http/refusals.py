@@ -96,7 +96,7 @@ def _cut(text: str, limit: int = MAX_DETAIL) -> str:
 
 def _refused(request: Request, exc: Exception) -> JSONResponse:
     assert isinstance(exc, Refused), "registered for Refused only"
-    return problem(exc.kind, str(exc), exc.headers)
+    return problem(exc.kind, str(exc))
 
 
 def _value_refused(request: Request, exc: Exception) -> JSONResponse:

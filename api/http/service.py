@@ -21,7 +21,7 @@ from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
 from api.monitor.verdict import unready
 from api.processes.supervision import SupervisionView
-from eplb.clock import Clock, Deadline
+from eplb.clock import Deadline
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Task
 
@@ -51,13 +51,11 @@ class AdminService:
 
     Args:
         plan_wait_s: how long a request for a plan waits for the controller.
-        stalled_after_s: without a step for so long, the deployment is not ready.
         metrics_level: how many series /metrics has.
         supervision: what the process that supervises others knows; by default none does.
         keeps_history: whether imbalance over time is kept, for which all runs are read.
         audit: of the state folder; None: there is none.
         latest: so many samples of each rank are read at first, the latest; None: all.
-        clock: of ``plan_wait_s``.
     """
 
     def __init__(
@@ -65,20 +63,17 @@ class AdminService:
         store: StateStore,
         *,
         plan_wait_s: float = 10.0,
-        stalled_after_s: float = 30.0,
         metrics_level: Level = "default",
         supervision: Callable[[], SupervisionView] = SupervisionView,
         keeps_history: bool = True,
         audit: Audit | None = None,
         latest: int | None = None,
-        clock: Clock = time.monotonic,
     ) -> None:
         self.store = store
         self.monitor = Monitor(
             store,
             history=History() if keeps_history else None,
             supervision=supervision,
-            stalled_after_s=stalled_after_s,
             folder=None if audit is None else audit.path.parent,
             latest=latest,
         )
@@ -87,7 +82,7 @@ class AdminService:
         self.num_streams = self.num_slow_streams = 0  # event streams: open; ended as too slow
         self._metrics_level = metrics_level
         self.of_reading, self.of_commit = Made(), Made()
-        self._plan_wait_s, self._clock = plan_wait_s, clock
+        self._plan_wait_s = plan_wait_s
 
     @property
     def name(self) -> str:
@@ -198,7 +193,7 @@ class AdminService:
             )
 
     def _wait_for(self, task: Task) -> Task:
-        deadline = Deadline.after(self._plan_wait_s, self._clock)
+        deadline = Deadline.after(self._plan_wait_s, time.monotonic)
         while task.state in ("queued", "running"):
             version = self.store.version()
             task = self.store.task(task.id) or task

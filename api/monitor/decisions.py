@@ -46,7 +46,7 @@ class DecisionLog:
         if event.kind == "plan":
             self._plan = _decision(event)
             self._decisions[event.id] = self._plan
-            _drop_oldest(self._decisions, KEPT_DECISIONS)
+            drop_oldest(self._decisions, KEPT_DECISIONS)
         elif (offer := plan_offer(event)) is not None:
             plan, self._plan = self._plan or _decision(event), None
             self._change(
@@ -60,7 +60,7 @@ class DecisionLog:
                     offered=event.time,
                 )
             )
-            _drop_oldest(self._rebalances, KEPT_REBALANCES)
+            drop_oldest(self._rebalances, KEPT_REBALANCES)
         elif event.kind in OUTCOME_OF_EVENT:
             return self._ended(event)
         elif event.kind == "promise":
@@ -127,6 +127,7 @@ def _decision(event: Event) -> DecisionRecord:
     )
 
 
-def _drop_oldest(kept: dict[int, Any], most: int) -> None:
+def drop_oldest(kept: dict[int, Any], most: int) -> None:
+    """Remove what was added first, until ``most`` are left."""
     while len(kept) > most:
         del kept[next(iter(kept))]

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from api.monitor.anomalies import AnomalyLog
 from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
-from api.monitor.decisions import DecisionLog
+from api.monitor.decisions import DecisionLog, drop_oldest
 from api.monitor.history import KEPT_S, History, HistoryMark, HistoryPoint
 from api.monitor.membership import membership_of
 from api.monitor.outages import OutageLog
@@ -50,7 +50,7 @@ from api.monitor.state import (
     State,
     WindowScore,
 )
-from api.monitor.verdict import STALLED_AFTER_S, judged, leadership, tokens_due_s
+from api.monitor.verdict import judged, leadership, tokens_due_s
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb.clock import Clock
 from eplb.core.load import LoadSample
@@ -88,6 +88,7 @@ SAMPLES_PER_READ = 2000
 KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
+KEPT_COMMITS = 1000  # of a run, as many as the store keeps placements
 HANGS_S = 1.0  # a look at the store that takes longer is left out of an answer
 OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
 VERSIONS_S = 5.0  # after which the versions are read again: 5 ms with 320 ranks
@@ -101,7 +102,6 @@ class Monitor:
             them are recorded in the store. None: none is kept.
         clock: seconds since the epoch, of every age; None: the store's.
         supervision: what the process that supervises others knows; by default none does.
-        stalled_after_s: of the verdict.
         folder: the state folder; None: not known here.
         latest: so many samples of each rank are read at first, the latest; None: all.
     """
@@ -113,14 +113,12 @@ class Monitor:
         history: History | None = None,
         clock: Clock | None = None,
         supervision: Callable[[], SupervisionView] = SupervisionView,
-        stalled_after_s: float = STALLED_AFTER_S,
         folder: Path | None = None,
         latest: int | None = None,
     ) -> None:
         self._folder, self._latest = folder, latest
         self.store, self.anomalies = store, AnomalyLog()
         self.clock, self.supervision = clock or StoreClock(store), supervision
-        self._stalled_after_s = stalled_after_s
         self._lock = threading.RLock()
         self._last_event = 0
         self._events: deque[Event] = deque(maxlen=KEPT_EVENTS)
@@ -282,6 +280,7 @@ class Monitor:
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
+            drop_oldest(self._commits, KEPT_COMMITS)
         elif event.kind == COMPILE:
             self._compile = event
         elif (change := pace_change(event)) is not None:
@@ -291,7 +290,7 @@ class Monitor:
     def _read_samples(self) -> None:
         # Windows are scored before the folder drops them: a page is half of what it keeps.
         page = min(SAMPLES_PER_READ, max(1, self._topology.num_ranks * KEPT_WINDOWS // 2))
-        limit_s = tokens_due_s(self._stalled_after_s, self._sample_every_s())
+        limit_s = tokens_due_s(self._sample_every_s())
         num_stored = 0
         if self._num_pruned is None:
             num_stored = sum(self.store.sample_counts(self._reader.run.run).values())
@@ -307,6 +306,7 @@ class Monitor:
     def _note_sample(self, sample: LoadSample) -> None:
         known = self._first_step_of.get(sample.generation, sample.first_step)
         self._first_step_of[sample.generation] = min(known, sample.first_step)
+        drop_oldest(self._first_step_of, KEPT_COMMITS)
         index = self._reader.folder.index_of(sample)
         self._samples.note(sample, index)
         self._time_of[index] = max(sample.time, self._time_of.get(index, sample.time))
@@ -368,7 +368,7 @@ class Monitor:
 
     def judged(self, seen: Reading) -> Reading:
         """Judge a reading, and note what is wrong."""
-        found = judged(seen, self._stalled_after_s)
+        found = judged(seen)
         self.anomalies.note(found)
         return found
 

@@ -28,7 +28,8 @@ from telemetry.state.holder import is_dead, shown
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
-STALLED_AFTER_S = 30.0  # without a step or a token
+# Without a token, a step, or progress of a busy thread.
+STALLED_AFTER_S = 30.0
 WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
 NAMED_RANKS = 8  # more are given as stretches
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
@@ -59,14 +60,9 @@ def leadership(store: StateStore, now: float) -> Leadership:
     return Leadership("", 0.0, why, age_s)
 
 
-def judged(seen: Reading, stalled_after_s: float = STALLED_AFTER_S) -> Reading:
-    """Give a reading with its findings, and its state with the verdict.
-
-    Args:
-        seen: what the store holds.
-        stalled_after_s: for how long there may be no token, step or progress of a busy thread.
-    """
-    found = tuple(sorted(_findings(seen, stalled_after_s), key=_severity))
+def judged(seen: Reading) -> Reading:
+    """Give a reading with its findings, and its state with the verdict."""
+    found = tuple(sorted(_findings(seen), key=_severity))
     problems = tuple(one.text for one in found if one.grade is not Grade.SERVING)
     grade = found[0].grade if problems else Grade.SERVING
     reason = "; ".join([*problems[:1], *_notes(seen.state, is_serving=not problems)])
@@ -74,9 +70,9 @@ def judged(seen: Reading, stalled_after_s: float = STALLED_AFTER_S) -> Reading:
     return replace(seen, state=state, findings=found)
 
 
-def tokens_due_s(stalled_after_s: float, sample_every_s: float) -> float:
+def tokens_due_s(sample_every_s: float) -> float:
     """Return the age of the newest token at which a deployment is stopped."""
-    return max(stalled_after_s, INTERVALS * sample_every_s)
+    return max(STALLED_AFTER_S, INTERVALS * sample_every_s)
 
 
 def unready(seen: Reading) -> str | None:
@@ -126,7 +122,7 @@ def _who(state: State) -> str:
     return f" since {at}{by}: {state.switched.reason}"
 
 
-def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
+def _findings(seen: Reading) -> Iterator[Symptom]:
     state = seen.state
     if state.unread:
         yield Symptom("store-unread", Grade.BLIND, state.unread)
@@ -143,10 +139,10 @@ def _findings(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
         yield Symptom("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
         yield from _ranks(state)
-        yield from _tokens(seen, stalled_after_s)
-        yield from _progress(state, stalled_after_s)
+        yield from _tokens(seen)
+        yield from _progress(state)
     if state.controller.why_none:
-        yield _leaderless(state.controller, stalled_after_s)
+        yield _leaderless(state.controller)
     if state.uncounted_ranks:
         yield Symptom(
             "rank-uncounted",
@@ -182,10 +178,10 @@ def _disk(state: State) -> Iterator[Symptom]:
         yield Symptom("audit-waits", Grade.DEGRADED, text, is_ready=True)
 
 
-def _leaderless(found: Leadership, stalled_after_s: float) -> Symptom:
+def _leaderless(found: Leadership) -> Symptom:
     """A deployment that never had a controller serves without one."""
     age_s = found.turn_age_s
-    if age_s is None or age_s <= stalled_after_s:
+    if age_s is None or age_s <= STALLED_AFTER_S:
         return Symptom("no-leader", Grade.DEGRADED, found.why_none, is_ready=True)
     text = f"{found.why_none}; the last turn of one is {age_s:.0f} s old"
     return Symptom("no-leader", Grade.DEGRADED, text)
@@ -255,16 +251,16 @@ def _stretches(ranks: list[int]) -> Iterator[str]:
         before = rank if rank is not None else before
 
 
-def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
+def _tokens(seen: Reading) -> Iterator[Symptom]:
     """Tokens, by the samples of the ranks; every age counts from the last one of any run."""
     state, every_s = seen.state, seen.state.sample_every_s
-    limit_s = tokens_due_s(stalled_after_s, every_s)
+    limit_s = tokens_due_s(every_s)
     last, begun = state.token_time or 0.0, state.started or 0.0
     death = state.death if state.death is not None and state.death.time > last else None
     is_new = begun > max(last, death.time if death else 0.0)  # started again, and no token since
     # Steps just after the last token are those that its sample did not count yet.
     step_age_s = inf if state.step_age_s is None else state.step_age_s
-    has_steps = step_age_s <= min(stalled_after_s, state.time - last - INTERVALS * every_s)
+    has_steps = step_age_s <= min(STALLED_AFTER_S, state.time - last - INTERVALS * every_s)
     # Ranks that join or leave as planned begin a run of their own, and serve on.
     is_start = state.run is not None and state.run == start_of(state.run)
     if death is not None or (is_new and last and is_start):
@@ -304,11 +300,11 @@ def _tokens(seen: Reading, stalled_after_s: float) -> Iterator[Symptom]:
     yield Symptom("no-tokens", grade, text, is_ready=True, since=state.token_time)
 
 
-def _progress(state: State, stalled_after_s: float) -> Iterator[Symptom]:
+def _progress(state: State) -> Iterator[Symptom]:
     age_s = state.progress_age_s
-    if age_s is None or age_s <= stalled_after_s:
+    if age_s is None or age_s <= STALLED_AFTER_S:
         return
-    text = f"no progress for {age_s:.1f} s, expected at most {stalled_after_s:g} s"
+    text = f"no progress for {age_s:.1f} s, expected at most {STALLED_AFTER_S:g} s"
     # A rank that hangs in its step holds all others up; another thread holds migrations up.
     is_step = state.progress_of.partition(", ")[2].startswith(("step", "the step"))
     is_stop = is_step and not state.silent_ranks

@@ -24,28 +24,29 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 
 from api.cli.engine_files import Engine, Rule
 from api.cli.options import (
-    JsonFile,
     LayerOptions,
     Redundant,
+    ReportOptions,
     RoutingOptions,
     Seed,
     numbers,
     with_options,
+    write_json,
 )
 from api.engine_plan import RULES
 from api.interrupts import StopSignals
+from api.terminal.printable import print_plain
+from api.terminal.progress import Advance, progress
 from eplb.core.bounded_json import decode_json
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, counted
 from eplb.policies.table import policy_named
-from simulations.report import write_json
 from simulations.schemes import PlanTerms
 from simulations.shadow.comparison import Comparison, Group
 from simulations.shadow.report import Prices, report, table, text_below
@@ -168,31 +169,29 @@ def run(
     prices: Prices,
     *,
     watch: Watch | None = None,
-    json_file: Path | None = None,
-    said: Callable[[str], None] = lambda line: None,
+    advance: Advance = lambda finished: None,
+    on_report: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
     """Compare all that the source gives, and return the report.
 
     Args:
         watch: None: read what there is, once.
-        json_file: written after each poll with new windows, and at the end.
-        said: prints a line after each poll with new windows, while the command watches.
+        advance: gets the number of windows that are compared.
+        on_report: gets the report after each poll with new windows, while the command watches.
     """
 
     def taken(*, is_last: bool) -> dict[str, Any] | None:
         before = comparison.num_windows
         for window in source.poll(is_last=is_last):
             comparison.add(window)
+            advance(comparison.num_windows)
         if comparison.num_windows == before and not is_last:
             return None
-        found = report(comparison, prices, source.notes)
-        if json_file is not None:
-            write_json(json_file, found)
-        return found
+        return report(comparison, prices, source.notes)
 
     with closing(source):
         if watch is not None:
-            _watch(watch, lambda: taken(is_last=False), source, said)
+            _watch(watch, lambda: taken(is_last=False), source, on_report)
         found = taken(is_last=True)
     assert found is not None, "the last poll reports"
     return found
@@ -202,7 +201,7 @@ def _watch(
     watch: Watch,
     poll: Callable[[], dict[str, Any] | None],
     source: WindowSource,
-    said: Callable[[str], None],
+    on_report: Callable[[dict[str, Any]], None],
 ) -> None:
     """Poll until the time is over or the user stops it; both end with a report."""
     begun = asked = time.monotonic()
@@ -215,7 +214,7 @@ def _watch(
                 asked = time.monotonic()
                 _ask(watch.recorder.dump, source)
             if (found := poll()) is not None:
-                said(_line(found))
+                on_report(found)
             due = min(time.monotonic() + watch.poll_s, end)
             while not watch.is_stopped() and (left := due - time.monotonic()) > 0:
                 time.sleep(min(left, LOOK_EVERY_S))
@@ -224,7 +223,7 @@ def _watch(
             _ask(watch.recorder.dump, source)
             _ask(watch.recorder.stop, source)
     if watch.is_stopped():
-        said("stopped: what is left is read, and reported")
+        typer.echo("stopped: what is left is read, and reported", err=True)
 
 
 def _ask(call: Callable[[], None], source: WindowSource) -> None:
@@ -237,10 +236,10 @@ def _ask(call: Callable[[], None], source: WindowSource) -> None:
 
 def _line(found: dict[str, Any]) -> str:
     if "engine" not in found or found["engine"]["imbalance_mean"] is None:
-        return f"{found['windows']['used']} windows"
+        return counted(found["windows"]["used"], "window")
     ours = found["ours"][0]
     return (
-        f"{found['windows']['judged']} windows judged: imbalance of the engine "
+        f"{counted(found['windows']['judged'], 'window')} judged: imbalance of the engine "
         f"{found['engine']['imbalance_mean']:.3f}, ours {ours['imbalance_mean']:.3f}; "
         f"{ours['gain']['imbalance']['sentence']}; last decision {ours['last_decision']}"
     )
@@ -257,6 +256,7 @@ def shadow(
     engine: Annotated[Engine, typer.Option(help="The engine; names its dispatch rule.")],
     layers: LayerOptions,
     routing: RoutingOptions,
+    given: ReportOptions,
     ranks: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Ranks; a store tells them.")
     ] = None,
@@ -311,7 +311,6 @@ def shadow(
     ] = 60.0,
     record_key_file: Annotated[Path | None, typer.Option(help="File of its API key.")] = None,
     seed: Seed = 0,
-    json_file: JsonFile = None,
 ) -> None:
     """Price this planner's decisions against the engine's own, on the same windows of its load.
 
@@ -352,20 +351,30 @@ def shadow(
         read_placement(current, reading).placement if current else None,
     )
     signals = StopSignals() if is_watching else None
-    found = run(
-        source,
-        Comparison(group, source.skips),
-        Prices(window_seconds, kv_token_bytes),
-        watch=None
-        if signals is None
-        else Watch(poll, watch_seconds, recorder, record_every, lambda: bool(signals.received)),
-        json_file=json_file,
-        said=typer.echo,
-    )
-    if "engine" in found:
-        Console().print(table(found))
-    for line in text_below(found):
-        typer.echo(line)
+
+    def on_report(found: dict[str, Any]) -> None:
+        if given.output is not None:
+            write_json(given.output, found)
+        if not given.json_output:
+            typer.echo(_line(found))
+
+    with progress("windows", is_shown=not (is_watching or given.json_output)) as advance:
+        found = run(
+            source,
+            Comparison(group, source.skips),
+            Prices(window_seconds, kv_token_bytes),
+            watch=None
+            if signals is None
+            else Watch(poll, watch_seconds, recorder, record_every, lambda: bool(signals.received)),
+            advance=advance,
+            on_report=on_report,
+        )
+
+    def show() -> None:
+        tables = [table(found).for_terminal()] if "engine" in found else []
+        print_plain(*tables, *text_below(found))
+
+    given.give(found, show)
     if "engine" not in found:
         raise typer.Exit(2)
 
@@ -389,8 +398,8 @@ def _system_of(
         stated = (told.topology.num_ranks, told.topology.num_nodes)
         if (ranks or stated[0], nodes or stated[1]) != stated:
             raise ConfigError(
-                f"--ranks {ranks} --nodes {nodes}, the source has {stated[0]} ranks on "
-                f"{stated[1]} nodes"
+                f"--ranks {ranks} --nodes {nodes}, the source has {counted(stated[0], 'rank')} on "
+                f"{counted(stated[1], 'node')}"
             )
         return told.topology, told.model
     if ranks is None:

@@ -15,7 +15,7 @@ from api.monitor.scores import heat_of
 from api.monitor.state import Grade, WindowScore
 from api.terminal.picture import Look, render
 from api.terminal.printable import printable
-from eplb.errors import EplbError
+from eplb.errors import EplbError, counted
 from telemetry.state.events import FAULT, Event
 
 View = Literal["auto", "live", "plain", "off"]
@@ -126,8 +126,9 @@ class PlainLines:
         state = seen.state
         if state.run != self._run:
             self._run, self._last_window = state.run, -1
-            yield f"run {state.run}: {len(state.ranks)} ranks, {state.num_layers} layers x " + (
-                f"{state.num_experts} experts in {state.num_slots} slots"
+            sizes = f"{counted(len(state.ranks), 'rank')}, {counted(state.num_layers, 'layer')}"
+            yield (
+                f"run {state.run}: {sizes} x {state.num_experts} experts in {state.num_slots} slots"
             )
         for score in seen.windows:
             if score.index > self._last_window:

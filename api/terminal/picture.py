@@ -16,6 +16,7 @@ from rich.text import Text
 from api.monitor.anomalies import Anomaly, Severity
 from api.monitor.state import Grade, Heat, RebalanceMark, State, WindowScore
 from api.terminal.printable import printable
+from eplb.errors import counted
 from telemetry.state.events import Event
 
 PLOT_ROWS = 6
@@ -171,7 +172,7 @@ def _heatmap(heat: Heat, layer_ids: Sequence[int], width: int, num_rows: int) ->
             line.append(label, QUIET if ratio is None else f"rgb(240,240,240) on {_colour(ratio)}")
         lines.append(line)
     if shown < num_layers:
-        lines.append(Text(f"        and {num_layers - shown} more layers", style=QUIET))
+        lines.append(Text(f"        and {counted(num_layers - shown, 'more layer')}", style=QUIET))
     return lines
 
 
@@ -285,7 +286,7 @@ def _pace(state: State) -> Text:
 
 
 def _bytes(state: State) -> Text:
-    line = Text(f" moved {state.experts_moved:,} experts  ")
+    line = Text(f" moved {counted(state.experts_moved, 'expert')}  ")
     for source, count in state.bytes_by_source.items():
         line.append(f"{source.replace('_', ' ')} ", QUIET).append(f"{in_units(count)}  ")
     return line

@@ -68,9 +68,9 @@ class UnbreakableStream:
             os.close(nowhere)
 
 
-def unbreakable_console() -> Console:
-    """Make a console on the standard output."""
-    return Console(file=cast(IO[str], UnbreakableStream(sys.stdout)))
+def unbreakable_console(stream: IO[str]) -> Console:
+    """Make a console on a stream of this process."""
+    return Console(file=cast(IO[str], UnbreakableStream(stream)))
 
 
 def plain_table(columns: Sequence[str], last: str | None = None) -> Table:
@@ -107,9 +107,14 @@ def print_table(
 
 
 def print_plain(*parts: Table | str) -> None:
-    """Print tables and lines on standard output."""
-    console = Console(highlight=False)
+    """Print tables and lines on standard output; lines of a pipe are neither folded nor padded."""
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
     for part in parts:
-        console.print(part)
+        with console.capture() as shown:
+            console.print(part, soft_wrap=isinstance(part, str))
+        text = shown.get()
+        if not console.is_terminal:
+            text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+        sys.stdout.write(text)

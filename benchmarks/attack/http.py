@@ -46,7 +46,7 @@ class Demo:
 
     def __init__(self, folder: Path, prepare: Callable[[], object] = lambda: None) -> None:
         given = {"state_dir": folder / "state"} | SMALL
-        words = [*OPTIONS, "--json", str(folder / "summary.json")]
+        words = [*OPTIONS, "--output", str(folder / "summary.json")]
         words += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
         self.summary, self.output = folder / "summary.json", folder / "output.txt"
         with self.output.open("wb") as output:

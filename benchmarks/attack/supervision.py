@@ -63,7 +63,7 @@ class FaultyDemo:
         self._path = folder / "state" / "store.sqlite"
         given = {"state_dir": self._path.parent} | dict(SETTINGS)
         command = [sys.executable, "-m", "api.cli.main", "demo", *OPTIONS]
-        command += ["--json", str(self.json_path)]
+        command += ["--output", str(self.json_path)]
         command += ["--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md")]
         command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]
         with self._errors_path.open("wb") as errors:

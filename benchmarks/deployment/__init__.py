@@ -1,1 +1,1 @@
-"""A deployment as its commands start it: soaks, first tokens, what a step costs."""
+"""A deployment as its commands start it: from a checkpoint to the first token."""

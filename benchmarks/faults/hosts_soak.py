@@ -41,6 +41,7 @@ GIVEN: dict[str, Any] = {
     "host_cache.mode": "ring",
     "host_cache.records": 8,
     "host_cache.other_hosts": "before_disk",
+    "agent.serve_on": True,  # with the default of agent.silence_s: counts false alarms too
     "telemetry.keep_samples_s": 120.0,  # so that the store is full early
     "telemetry.keep_events": 500,
 }
@@ -128,6 +129,7 @@ def soak(deployment: TwoHostDeployment, minutes: float) -> list[Row]:
     cut, taken, sources = samples(deployment)
     served = served_in(deployment.hosts.tokens)
     of_step, told = defaultdict[int, set[int]](set), different_maps(served)
+    groups = {(one.run, one.membership) for one in served}
     for one in served:
         of_step[one.step].add(one.rank)
     ranks_of_steps = Counter(map(len, of_step.values()))
@@ -145,6 +147,7 @@ def soak(deployment: TwoHostDeployment, minutes: float) -> list[Row]:
         ("largest error, relative", f"{max(errors):.1e}", "1e-4"),
         ("samples lost", f"{cut - taken} of {cut}", "0"),
         ("different maps", f"{told or 0}", "0"),
+        ("groups of ranks: more are false alarms", f"{len(groups)}", "1"),
         ("steps by ranks that served them", f"{dict(ranks_of_steps)}", "all by all"),
         ("gaps without a token, > 1 s", f"{[round(one, 1) for one in stalls]}", "-"),
         *usage_rows(readings),

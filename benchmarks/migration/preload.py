@@ -5,8 +5,7 @@
 Writes a checkpoint of DeepSeek-V3's experts (7168 x 2048, FP8: 44 MB) and its record file under
 FOLDER, 2.2 GB with 24 records, and removes both. Every run reads cold: past the page cache, which
 is dropped before. The plain reads and the preload take turns, so that a drifting disk meets all.
-Another host is a process that holds every record, reached over loopback TCP, beside a plain copy of
-as many bytes. Prints one table. Seeded.
+``other_host.py`` measures another host. Prints one table. Seeded.
 """
 
 from __future__ import annotations
@@ -29,19 +28,11 @@ from statistics import median
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.migration.loopback import (
-    OtherHost,
-    hold_everything,
-    plain_rate,
-    process,
-    send_plainly,
-)
 from eplb.core.model import ModelShape
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import NUM_READERS, HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.link_settings import SERVING_BYTES_PER_SECOND
 from runtime.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from runtime.checkpoints.model_config import CONFIG_FILE
 from runtime.checkpoints.own_model import expert_name, own_config
@@ -52,7 +43,6 @@ from tests.support.record_files import make_all
 HIDDEN, INTERMEDIATE = 7168, 2048
 DEADLINE_S = 600.0
 DD_BLOCK = "16M"
-FROM_OTHER = "preload from another host's memory (loopback)"
 
 NUM_FILLS = (
     2  # of a host cache that is to be measured in use: the first finds memory, and is not timed
@@ -174,30 +164,16 @@ def _measure(scratch: Path, num_records: int, num_runs: int, num_readers: int) -
             record_file=None, num_entries=num_records // NUM_FILLS
         ).rate,
     }
-    other = OtherHost.on_loopback(weights, records, model, schema, num_readers)
-    plain_address = (other.links.hosts[0][0], other.links.hosts[0][1] + 1)
-    to_send = num_records // NUM_FILLS * schema.record_bytes // num_readers
-    plain_copy = f"plain TCP copy over loopback, {num_readers} streams"
-    ways |= {
-        plain_copy: partial(plain_rate, plain_address, to_send, num_readers),
-        FROM_OTHER: other.rate,
-        f"  the same within {SERVING_BYTES_PER_SECOND / 1e9} GB/s": other.within(
-            SERVING_BYTES_PER_SECOND
-        ).rate,
-    }
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    with process(hold_everything, other), process(send_plainly, plain_address, to_send):
-        for _ in range(num_runs):
-            for name, way in ways.items():
-                gc.collect()  # pages that a closed host cache still maps cannot be dropped
-                drop_cache(records)
-                drop_cache(shard)
-                rates[name].append(way())
+    for _ in range(num_runs):
+        for name, way in ways.items():
+            gc.collect()  # pages that a closed host cache still maps cannot be dropped
+            drop_cache(records)
+            drop_cache(shard)
+            rates[name].append(way())
     plain = median(next(iter(rates.values())))
-    of_copy = median(rates[FROM_OTHER]) / median(rates[plain_copy])
     return [
         *((name, _spread(found), f"{median(found) / plain:.0%}") for name, found in rates.items()),
-        ("another host's part of the plain copy", "", f"{of_copy:.0%}"),
         ("make_all: repack and write", f"{total_gb / making_s:.2f}", ""),
         ("digest of a record, one core", f"{_digest_rate(schema):.2f}", ""),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from api.demo.engine import Model, make_model
 from benchmarks.publishing import Publisher
 from benchmarks.ranks.children import Child, Parent
-from benchmarks.ranks.soak_readings import Level, Progress, Reservoir
+from benchmarks.ranks.soak_readings import Level, Progress, Reservoir, progress_line
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -189,13 +190,16 @@ def random_placement(plan: RankPlan, rng: np.random.Generator) -> Placement:
     return Placement(held.reshape(plan.model.num_layers, -1), num_experts)
 
 
-def received_message(child: Child, kind: str, deadline_s: float) -> Any:
-    """Wait for one message of a child."""
-    until = time.monotonic() + deadline_s
+def received_message(child: Child, kind: str, silence_s: float) -> Any:
+    """Wait for one message of a child, which may be silent for so long.
+
+    Raises:
+        SystemExit: it was silent for longer, or has ended or failed.
+    """
     message: tuple[str, Any] | None = ("progress", None)
     while message is not None and message[0] == "progress":
-        if not child.messages.poll(max(0.0, until - time.monotonic())):
-            raise SystemExit(f"{child.name} sent no {kind} in {deadline_s:.0f} s")
+        if not child.messages.poll(silence_s):
+            raise SystemExit(f"{child.name} sent no {kind} in {silence_s:.0f} s")
         message = child.receive()
     if message is None or message[0] != kind:
         child.process.join(2)
@@ -312,6 +316,7 @@ class Decode:
     precision: str
     length: Length
     swap_every: int  # steps; 0: a migration at every opportunity
+    progress_every_s: float  # between two lines on the error stream
 
 
 @dataclass(frozen=True)
@@ -333,22 +338,7 @@ class Served:
 
 
 def run_decode(parent: Parent, plan: RankPlan, rank: int, wanted: Decode) -> None:
-    """Serve decode steps under random migrations, and prove what is left in memory."""
-
-    def publisher(built: Rank) -> Publisher:
-        return publisher_of(plan, lambda: built.passes.steps, wanted.swap_every)
-
-    decode(parent, plan, rank, wanted.length, publisher)
-
-
-def decode(
-    parent: Parent,
-    plan: RankPlan,
-    rank: int,
-    length: Length,
-    make_publisher: Callable[[Rank], Publisher],
-) -> None:
-    """Serve decode steps under the migrations that rank 0 publishes.
+    """Serve decode steps under random migrations of rank 0, and prove what is left in memory.
 
     Raises:
         RankError: no command to begin.
@@ -364,8 +354,8 @@ def decode(
         raise RankError(f"rank {rank}: no command to begin within {BEGIN_DEADLINE_S:.0f} s")
     publisher = None
     if rank == 0:
-        publisher = make_publisher(built)
-    watch = Watch(parent, built, rank, length)
+        publisher = publisher_of(plan, lambda: built.passes.steps, wanted.swap_every)
+    watch = Watch(parent, built, rank, wanted)
     built.agent.start()
     if publisher is not None:
         publisher.want(True)
@@ -380,10 +370,12 @@ def decode(
 class Watch:
     """What a rank finds out about itself while it serves; it takes no more memory after an hour."""
 
-    def __init__(self, parent: Parent, built: Rank, rank: int, length: Length) -> None:
+    def __init__(self, parent: Parent, built: Rank, rank: int, wanted: Decode) -> None:
         self.built, self.memory = built, Level()
         self.is_over = False
-        self._parent, self._length, self._since = parent, length, time.monotonic()
+        self._parent, self._rank, self._length = parent, rank, wanted.length
+        self._since = time.monotonic()
+        self._print_every_s, self._print_at = wanted.progress_every_s, self._since
         self._step_us = Reservoir(KEPT_STEPS, seed=rank)
         self._placement = built.agent.placement
         self._num_swaps = self._num_looks = self._num_wrong = self._percent = 0
@@ -402,9 +394,8 @@ class Watch:
         if int(100 * part) > self._percent:
             self._percent = int(100 * part)
             self._at_percent(in_flight)
-        if time.monotonic() >= self._tell_at:
-            self._tell_at = time.monotonic() + TELL_EVERY_S
-            self._parent.send("progress", self.progress())
+        if self._rank == 0:
+            self._tell(time.monotonic())
 
     def progress(self) -> Progress:
         """How far this rank has come."""
@@ -415,6 +406,15 @@ class Watch:
             self._num_wrong,
             used_memory(self.built),
         )
+
+    def _tell(self, now: float) -> None:
+        if now >= self._tell_at:
+            self._tell_at = now + TELL_EVERY_S
+            self._parent.send("progress")
+        if now >= self._print_at:
+            self._print_at = now + self._print_every_s
+            words = progress_line(now - self._since, self.progress())
+            print(words, file=sys.stderr, flush=True)
 
     def served(self) -> Served:
         """All of it, once serving has ended."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -66,15 +65,12 @@ class Progress:
     memory: int  # bytes
 
 
-def progress_line(elapsed_s: float, ranks: Sequence[Progress]) -> str:
-    """One line for people who wait: the rank that is furthest behind counts, wrong ones sum up."""
-    looks = sum(rank.num_looks for rank in ranks)
-    wrong = sum(rank.num_wrong for rank in ranks)
-    steps = min(rank.steps for rank in ranks)
-    migrations = min(rank.migrations for rank in ranks)
-    memory = ", ".join(f"{rank.memory / MIB:.0f}" for rank in ranks)
-    found = f"{wrong} wrong in {looks} looks at live slots" if looks else "no live slot looked at"
+def progress_line(elapsed_s: float, rank: Progress) -> str:
+    """Tell people who wait how far a rank is."""
+    found = "no live slot looked at"
+    if rank.num_looks:
+        found = f"{rank.num_wrong} wrong in {rank.num_looks} looks at its live slots"
     return (
-        f"after {elapsed_s:.0f} s: {steps} steps, {migrations} migrations, {found}, "
-        f"memory {memory} MiB"
+        f"after {elapsed_s:.0f} s: {rank.steps} steps, {rank.migrations} migrations, {found}, "
+        f"memory {rank.memory / MIB:.0f} MiB"
     )

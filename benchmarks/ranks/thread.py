@@ -173,10 +173,11 @@ def main() -> None:
         given.precision or ("bfloat16" if is_cuda else "float32"),
         Length(given.steps or (10_000 if is_cuda else 1_000), given.seconds),
         given.swap_every,
+        given.progress_every,
     )
     preload_modules("benchmarks.ranks.serving")
     with Interrupts() as interrupts:
-        rows += measure_decode(wanted, interrupts, given.progress_every)
+        rows += measure_decode(wanted, interrupts)
         show(rows, max(len(row[0]) for row in rows))
         keep(rows, given.json)
     if interrupts.found is not None:

@@ -27,7 +27,7 @@ from benchmarks.schedules.simulated import (
     record_words,
 )
 from eplb.core.placement import EMPTY
-from eplb.migration.build import Source
+from eplb.migration.build import Migration, Source
 from rebalance.protocol.phases import Phase
 from rebalance.weights.sources import HOST, Place
 from telemetry.state.events import plan_end
@@ -177,6 +177,9 @@ class Doing(Enum):
     UPDATE = "update"
     KILL = "kill"
     CUT = "cut links"
+    RETIRE = "retire"
+    SCALE = "scale"
+    CANCEL = "cancel"
 
 
 PAIRS = (
@@ -349,8 +352,11 @@ class Control:
         if migration is None:
             self._schedule.counts["nothing to move"] += 1
             return
+        self._publish_migration(migration)
+
+    def _publish_migration(self, migration: Migration) -> None:
         self._store.publish(migration)
-        self._published.append(plan_id)
+        self._published.append(migration.plan_id)
         self._published_at = self._schedule.now
         self._schedule.counts["plans"] += 1
 

@@ -69,8 +69,9 @@ from runtime.streams import Completion
 
 NUM_RANKS, RUN = 4, "run"
 LEAST_STEPS = 3  # that the last group makes before a schedule is settled
-DONE = Completion(is_cuda=False)
+DONE, NOBODY = Completion(is_cuda=False), frozenset[int]()
 EACH = 0.15  # of programs have this fault
+REMAINING = (Life.SERVING, Life.RECOVERING, Life.JOINING)
 
 
 def wait_until(is_over: Callable[[], bool]) -> None:
@@ -116,6 +117,8 @@ class Group(Votes):
 
     def lost_to(self, rank: int) -> frozenset[int]:
         """Members that a rank can know to be lost."""
+        if not self.is_broken:
+            return NOBODY
         beyond = (pair - {rank} for pair in self.cut if rank in pair)
         return frozenset(self.dead - {rank}).union(*beyond)
 
@@ -356,6 +359,7 @@ class MembershipSchedule(Schedule):
 
     num_ranks, lags = NUM_RANKS, (0,)
     make_store, make_member, make_transport = WaitingStore, Voting, Sources
+    in_fibers: tuple[Life, ...] = (Life.RECOVERING,)
     control: MembershipControl
     store: WaitingStore
     groups: list[Group]  # each membership's, the latest last
@@ -402,7 +406,7 @@ class MembershipSchedule(Schedule):
 
     def remaining(self) -> list[Rank]:
         """Ranks whose processes have not ended."""
-        return [one for one in self.ranks if one.life in (Life.SERVING, Life.RECOVERING)]
+        return [one for one in self.ranks if one.life in REMAINING]
 
     def left_of(self, is_dead: NDArray[np.bool_]) -> Deployment:
         """The deployment as the controller of a smaller group has it."""
@@ -411,7 +415,7 @@ class MembershipSchedule(Schedule):
             whole, targets = self.deployment, list[Placement]()
             for target in whole.targets:
                 with suppress(PlacementError):
-                    targets.append(survive(target, whole.topology, is_dead).target)
+                    targets.append(survive(target, whole.topology, np.flatnonzero(is_dead)).target)
             topology = replace(whole.topology, alive=~is_dead)
             targets = targets or [whole.start]  # too few slots: nothing can be built
             self._left[key] = replace(whole, topology=topology, targets=tuple(targets), known={})
@@ -447,7 +451,7 @@ class MembershipSchedule(Schedule):
             return rank.life is Life.SERVING
 
         def can_learn() -> bool:
-            return rank in self.remaining() and rank.member.can_learn()
+            return rank.life in REMAINING and rank.member.can_learn()
 
         def may_break() -> bool:
             return is_serving() and rank.member.votes.is_broken
@@ -461,8 +465,11 @@ class MembershipSchedule(Schedule):
     def _may_step(self, rank: Rank) -> bool:
         if rank.life is not Life.SERVING or rank.stream.num_steps > self.lag:
             return False
-        others = [self.ranks[one] for one in rank.member.votes.members]
-        return all(one.steps.steps >= rank.steps.steps for one in others) and not rank.would_wait()
+        number, ranks = rank.steps.steps, self.ranks
+        for other in rank.member.votes.members:
+            if ranks[other].steps.steps < number:
+                return False
+        return not rank.would_wait()
 
     def _or_break(self, rank: Rank, act: Callable[[], None]) -> None:
         try:
@@ -483,10 +490,13 @@ class MembershipSchedule(Schedule):
 
     def _can_exchange(self) -> bool:
         group = self.groups[-1]
-        members = [self.ranks[one] for one in group.members]
-        return not group.is_broken and all(
-            one.member.votes is group and one.stream.queue for one in members
-        )
+        if group.is_broken:
+            return False
+        for number in group.members:
+            member = self.ranks[number]
+            if not member.stream.queue or member.member.votes is not group:
+                return False
+        return True
 
     def _exchange(self) -> None:
         """All devices of the group make one step."""
@@ -510,11 +520,11 @@ class MembershipSchedule(Schedule):
         self.store.num_learned += 1
 
     def _may_survive(self, rank: Rank) -> bool:
-        if rank.life is not Life.RECOVERING:
+        if rank.life not in self.in_fibers:
             return False
         try:
             return rank.number not in self._fibers or self._waits[rank.number]()
-        except RankError:
+        except EplbError:
             return True  # it ends the wait too
 
     def _survive_on(self, rank: Rank) -> None:
@@ -523,7 +533,7 @@ class MembershipSchedule(Schedule):
             rank.stream.queue.clear()  # a pass that was broken off
             self._fibers[rank.number] = greenlet(partial(self._survive, rank))
         self._waits[rank.number] = self._fibers[rank.number].switch()
-        if rank.life is not Life.RECOVERING:
+        if rank.life not in self.in_fibers:
             self._fibers.pop(rank.number, None)
 
     def _survive(self, rank: Rank) -> None:
@@ -576,8 +586,8 @@ class MembershipSchedule(Schedule):
         **given: Any,
     ) -> NewGroups:
         """Exchange addresses through the store, then form the group of this membership."""
-        rendezvous.set(f"address of {rank}", b"")
-        addresses = [f"address of {other}" for other in members]
+        rendezvous.set(f"{name}: address of {rank}", b"")
+        addresses = [f"{name}: address of {other}" for other in members]
 
         def have_left() -> bool:
             """Whether a survivor gave the group up; the others notice it after a time."""

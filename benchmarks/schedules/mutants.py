@@ -6,22 +6,23 @@ Each is one line of the real code made wrong, for as long as the context lasts.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from eplb.migration.survivors import Survival
 from rebalance import recovery
-from rebalance.assembly import survivors
+from rebalance.assembly import next_group, survivors
+from rebalance.assembly.next_group import NextGroup
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import RankPhase, Swap
 from rebalance.protocol.voter import Voter
-from rebalance.stage.mover import Mover
-from rebalance.stage.ring import StagingRing
+from rebalance.stage.mover import Mover, StagingRing
 from rebalance.stage.stager import Stager
-from rebalance.swap.swapper import Swapper
+from rebalance.swap.swapper import Swapper, Voting
 from runtime.streams import Completion
+from telemetry.state.groups import GroupProposal
 
 DONE = Completion(is_cuda=False)
 
@@ -149,4 +150,42 @@ MUTANTS_OF_SURVIVORS: dict[str, Callable[[], Any]] = {
     "steps not agreed": lambda: replaced(survivors, "agreed", counts_its_own_steps),
     "not committed": lambda: replaced(survivors, "commit_group", serves_unnamed),
     "a minority decides": lambda: replaced(recovery, "is_minority", lambda members, lost: False),
+}
+
+# -- of planned changes
+
+next_members, apply_verdict = next_group.next_members, Voting.apply_verdict
+
+
+@contextmanager
+def leaves_with_experts() -> Iterator[None]:
+    """Lets ranks leave before they are drained, and loads nothing for it."""
+
+    def hurried(members: Any, wanted: Any, ready: Any, holding: Any, **given: Any) -> Any:
+        return next_members(members, wanted, ready, frozenset(), **given)
+
+    def unfilled(*given: Any, **named: Any) -> Survival:
+        return replace(survive(*given, **named), refills=())
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(next_group, "next_members", hurried))
+        stack.enter_context(replaced(next_group, "survive", unfilled))
+        yield
+
+
+def leaves_on_its_own_vote(voting: Voting, cast: Ballot, verdict: Verdict, step: int) -> None:
+    """Leaves its group as soon as it is ready itself."""
+    apply_verdict(voting, cast, replace(verdict, next_group=cast.next_group), step)
+
+
+def standing_of_any_base(following: NextGroup) -> GroupProposal | None:
+    """Takes part in a proposal that follows another group than its own."""
+    found = following._built.store.proposed_group()
+    return found if found and frozenset(found.members) != following._built.agent.members else None
+
+
+MUTANTS_OF_PLANNED: dict[str, Callable[[], Any]] = {
+    "left with experts": leaves_with_experts,
+    "left on its own vote": lambda: replaced(Voting, "apply_verdict", leaves_on_its_own_vote),
+    "proposal of another base": lambda: replaced(NextGroup, "_standing", standing_of_any_base),
 }

@@ -25,6 +25,8 @@ from benchmarks.schedules.simulated import (
     record_words,
 )
 from eplb.core.load import LoadSample
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.errors import RankError
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
@@ -35,7 +37,7 @@ from rebalance.recovery import Deadlines, recover
 from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.stage_settings import LinkBudget, StageSettings
 from rebalance.threads.waiting import WAIT_S, Wait
-from runtime.counters import SlotCounter
+from runtime.counters import PassCounter, SlotCounter
 from telemetry.state.runs import RankState
 
 # -- A real rank agent without its threads, and the settings that all schedules share.
@@ -86,11 +88,17 @@ class Sink:
         """Take a report."""
 
 
-@dataclass
-class StepCounter:
-    """A dispatcher's, without a dispatcher."""
+class Passes(PassCounter):
+    """Counts steps; schedules set the count."""
 
-    steps: int = 0
+    @property
+    def steps(self) -> int:
+        """Steps begun so far."""
+        return self._begun
+
+    @steps.setter
+    def steps(self, number: int) -> None:
+        self._begun = number
 
 
 class AbortRequests:
@@ -129,7 +137,13 @@ STAGE = StageSettings(
 
 
 def make_agent(
-    number: int, world: World, member: Member, transport: Transport, steps: StepCounter
+    number: int,
+    world: World,
+    member: Member,
+    transport: Transport,
+    steps: Passes,
+    topology: Topology,
+    placement: Placement,
 ) -> RankAgent:
     """Make the agent of one rank; its memory is empty yet."""
     deployment, clock, bank = world.deployment, world.clock, transport.bank
@@ -142,15 +156,16 @@ def make_agent(
             plan_deadline_s=500.0,
             scrub_every_steps=0,
             stage=STAGE,
+            serve_on=True,
         ),
         "run",
-        deployment.topology,
+        topology,
     )
     slots = RankSlots(
         number,
-        deployment.topology,
+        topology,
         bank,  # type: ignore[arg-type]
-        Table(deployment.start),  # type: ignore[arg-type]
+        Table(placement),  # type: ignore[arg-type]
         digest_table(0, layers, experts).clone(),
     )
     counter = SlotCounter(layers, bank.num_slots)
@@ -164,7 +179,7 @@ def make_agent(
         monotonic=clock,
         threads=PlayedWatcher,
     )
-    return RankAgent(settings, slots, counter, links, deployment.start, steps)
+    return RankAgent(settings, slots, counter, links, placement, steps)
 
 
 class Life(Enum):
@@ -175,6 +190,8 @@ class Life(Enum):
     RECOVERING = "recovering"
     RECOVERED = "recovered"
     REFUSED = "refused"  # to recover: only a start from the store can help
+    JOINING = "joining"  # no member: it waits to be admitted
+    LEFT = "left"  # as planned
     DEAD = "dead"
 
 
@@ -182,15 +199,23 @@ class Rank:
     """An agent, its memory, its links, and the state of its threads."""
 
     def __init__(self, number: int, world: World, member: Member, transport: Transport) -> None:
-        deployment = world.deployment
-        self.number, self.world, self.member, self.transport = number, world, member, transport
-        self.bank, self.stream = transport.bank, transport.bank.stream
-        self.columns, self.steps = deployment.topology.slots_on(number), StepCounter()
-        self.life, self.why = Life.SERVING, ""
-        self.take(make_agent(number, world, member, transport, self.steps))
+        self.number, self.world = number, world
+        self.columns = world.deployment.topology.slots_on(number)
+        self.begin(member, transport, world.deployment.topology, world.deployment.start)
         self._update: Iterator[str] | None = None
         self.update_waits_for = ""
         self.patience_s = 1e9  # for others' last words
+
+    def begin(
+        self, member: Member, transport: Transport, topology: Topology, placement: Placement
+    ) -> None:
+        """Start a process of this rank, with the experts of a placement in its slots."""
+        self.member, self.transport = member, transport
+        self.bank, self.stream = transport.bank, transport.bank.stream
+        self.steps, self.life, self.why = Passes(), Life.SERVING, ""
+        self.take(
+            make_agent(self.number, self.world, member, transport, self.steps, topology, placement)
+        )
         for layer, slot, expert in self.agent.held():
             self.bank.words[layer * self.bank.num_slots + slot] = record_words(0)[layer, expert]
 
@@ -268,11 +293,12 @@ class Rank:
         """Say whether the store has news, or it is time to look again all the same."""
         if not self.is_alive:
             return False
-        if self.seen_version != self.world.store.peek(self.world.store.version):
+        if self.seen_version != self.world.store.known_version:
             return True
+        if self.world.clock() < self.polls_at:
+            return False
         opened = self.world.store.peek(self.world.store.published)
-        is_news = (opened.plan_id if opened else 0) != self._plan_id()
-        return is_news and self.world.clock() >= self.polls_at
+        return (opened.plan_id if opened else 0) != self._plan_id()
 
     def poll_store(self) -> None:
         """The watcher's thread, once."""

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import TypeVar
+from types import MethodType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from rebalance.types import IsWanted, Outcome, Record, always
 from rebalance.weights.sources import HOST, Place, WeightSources, ranks_beside
 from runtime.memory import digest
 from runtime.streams import Completion
+from telemetry.state.backend import Table as BackendTable
+from telemetry.state.backend import Write
 from telemetry.state.memory import MemoryBackend
 from telemetry.state.store import StateStore
 
@@ -302,6 +305,8 @@ class Schema:
 class Bank:
     """Live slots and staging entries, row by row: [L x C live, K staging]."""
 
+    handle = ""
+
     def __init__(self, num_layers: int, num_slots: int, num_staging: int, stream: Stream) -> None:
         self.num_layers, self.num_slots, self.num_staging = num_layers, num_slots, num_staging
         self.schema = Schema()
@@ -536,9 +541,23 @@ class Transport(WeightSources):
 
 
 class Failing(MemoryBackend):
-    """A back end that may fail for a time."""
+    """A back end that may fail for a time, and that counts its changes."""
 
-    is_down = False
+    is_down, num_writes = False, 0
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """A value that differs after each change."""
+        return self.num_writes, self._version
+
+    @property
+    def known_version(self) -> int:
+        """The version, also while it fails."""
+        return self._version
+
+    def _set(self, table: BackendTable, key: str, write: Write) -> None:
+        self.num_writes += 1
+        super()._set(table, key, write)
 
     def _check_open(self) -> None:
         if self.is_down:
@@ -552,6 +571,8 @@ class Store(StateStore):
     def __init__(self, deployment: str, *, clock: Clock) -> None:
         self.failing = Failing(deployment, clock=clock)
         super().__init__(self.failing, monotonic=clock)
+        self._peeked: dict[object, Any] = {}
+        self._peeked_in = (-1, -1)
 
     @property
     def is_down(self) -> bool:
@@ -562,8 +583,27 @@ class Store(StateStore):
     def is_down(self, is_down: bool) -> None:
         self.failing.is_down = is_down
 
+    @property
+    def known_version(self) -> int:
+        """The version, for the schedule alone."""
+        return self.failing.known_version
+
     def peek(self, read: Callable[[], T]) -> T:
-        """Read what a call would, if the store did not fail: for the schedule alone."""
+        """Read what a call would, if the store did not fail: for the schedule alone.
+
+        A method's answer is kept until the next change: schedules look before every turn.
+        """
+        if isinstance(read, MethodType):
+            if self._peeked_in != self.failing.state:
+                self._peeked.clear()
+                self._peeked_in = self.failing.state
+            if read.__func__ not in self._peeked:
+                self._peeked[read.__func__] = self._peek(read)
+            known: T = self._peeked[read.__func__]
+            return known
+        return self._peek(read)
+
+    def _peek(self, read: Callable[[], T]) -> T:
         was_down, self.is_down = self.is_down, False
         try:
             return read()

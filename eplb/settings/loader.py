@@ -54,67 +54,6 @@ SHARED_SECTIONS = ("model",)
 MISSPELT = 0.92
 NAME, STATE_DIR, STORE = "deployment.name", "deployment.state_dir", "deployment.store"
 
-# Settings of earlier versions, by what is in their place.
-_REMOVED = {
-    "samples have one version": "telemetry.sample_version",
-    "plans use the load that was measured": "planner.forecast_weight",
-    "shares are those of the plan; a split of each batch lost on two GPUs": (
-        "batch.split batch.exchange"
-    ),
-    "it is a constant; a change of the store wakes the controller earlier": "controller.poll_s",
-    "it is a constant; every eighth KEEP of a reason is an event": "controller.keep_every_windows",
-    "it is a constant of StageSettings, by the time that ordering a chunk was measured to take": (
-        "staging.peer_chunk_bytes staging.host_chunk_bytes staging.network_chunk_bytes "
-        "staging.in_flight staging.preload_records staging.preload_deadline_s "
-        "staging.pull_deadline_s staging.pause_deadline_s"
-    ),
-    "it is a constant of the link, whose bandwidth is limited by bytes_per_second": (
-        "transport.max_transfers transport.deadline_s transport.back_off_s "
-        "host_link.max_transfers host_link.deadline_s host_link.back_off_s"
-    ),
-    "it is a constant; half of the cores, 4 to 8, read the disk": "host_cache.num_readers",
-    "it is a constant; both restart budgets are for an hour": "supervision.restart_window_s",
-    "it is a constant of HttpLimits": (
-        "http.max_connections http.max_requests http.max_streams http.max_body_bytes "
-        "http.request_deadline_s http.unread_deadline_s"
-    ),
-}
-_REMOVED |= {
-    "engine.records keeps them, in the memory of host_cache.mode and host_cache.records": (
-        "engine.records_gb"
-    ),
-    "it is host_cache.record_folder": "engine.records_dir",
-}
-REMOVED = {path: reason for reason, paths in _REMOVED.items() for path in paths.split()}
-REMOVED |= {f"demo.{name}": f"it is topology.{name}" for name in ("device", "nodes", "spare_slots")}
-REMOVED |= {
-    f"demo.{name}": f"it is model.{name}"
-    for name in ("precision", "layers", "experts", "top_k", "hidden", "intermediate")
-}
-REMOVED |= {
-    f"demo.{name}": f"it is the option --{name.replace('_', '-')} of eplb demo"
-    for name in (
-        "check_every",
-        "dispatcher",
-        "resume",
-        "seconds",
-        "seed",
-        "serve",
-        "text",
-        "tokens_per_rank",
-        "trace",
-        "view",
-    )
-}
-REMOVED |= {
-    "demo.json_path": "it is the option --json of eplb demo",
-    "demo.join": "demos share a store under names of their own, by deployment.name",
-    "demo.shared_experts": "the demo's model has one",
-    "demo.ranks": "it is topology.ranks_per_node",
-    "demo.slots": "it is topology.slots_per_rank",
-    "telemetry.window_tokens": "it is telemetry.window_steps",
-}
-
 
 @dataclass(frozen=True)
 class _Given:
@@ -268,7 +207,7 @@ def _from_file(
 def _from_table(tree: type[SettingsTree], table: Mapping[str, Any], place: str) -> list[_Given]:
     found = []
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and (key in tree.sections or tree.whole is not None):
             paths = [(f"{key}.{name}", one) for name, one in value.items()]
             found += [_Given(path, path, one, place) for path, one in paths]
         elif key in tree.sections:
@@ -355,9 +294,6 @@ def _known(tree: type[SettingsTree], given: _Given) -> Known | None:
     is_of_others = tree.whole is not None and given.name.partition(".")[0] not in tree.whole
     if is_of_others and not difflib.get_close_matches(given.name, tree.known, 1, MISSPELT):
         return None
-    for path, reason in REMOVED.items():
-        if given.name in (path, path.partition(".")[2]):
-            raise ConfigError(f"{given.written} in {given.place} was removed: {reason}")
     candidates = [path for path, one in tree.known.items() if one.name == given.name]
     found = difflib.get_close_matches(given.name, names, n=3, cutoff=0.5)
     closest = candidates or found or [one.shown for one in tree.known.values()]

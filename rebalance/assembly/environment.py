@@ -30,7 +30,14 @@ from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.assembly.experts import RankPlace
-from rebalance.assembly.group import RankGroups, alone, interface_of, join_ranks, join_votes
+from rebalance.assembly.group import (
+    RankGroups,
+    alone,
+    interface_of,
+    join_ranks,
+    join_votes,
+    own_ports,
+)
 from rebalance.assembly.meeting import Attendance, agree, meet
 from rebalance.assembly.next_group import (
     NextGroup,
@@ -405,6 +412,7 @@ def _joined(
     else:
         with gloo_listeners_closed():  # all ranks are connected to it: strangers come too late
             store = meet(mine, environ, network.join_deadline_s, tell)
+    tell(f"its connections to all ranks, {own_ports()} of their hosts")
     return join_ranks(network, store, members.index(rank), len(members), device)
 
 

@@ -22,13 +22,13 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError, RankError
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.group import RankGroups
-from rebalance.engines.common.records import Tensors, offer, origin_of, together
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.engine_records import EngineRecordsClient
+from rebalance.weights.expert_records import Tensors, offer, origin_of, together
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources

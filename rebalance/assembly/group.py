@@ -9,6 +9,7 @@ import struct
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,10 @@ def join_ranks(
                 formed.enter_context(gloo_listeners_closed())
             votes = _new_votes(network)
     except RuntimeError as exc:
-        raise RankError(f"rank {rank} could not join the others: {exc}") from exc
+        raise RankError(
+            f"rank {rank} met the others and could not connect to all of them: {exc}, expected "
+            f"{own_ports()} to be open between the hosts (net.ipv4.ip_local_port_range)"
+        ) from exc
     assert dist.group.WORLD is not None, "init_process_group sets it"
     return RankGroups(dist.group.WORLD, votes)
 
@@ -110,6 +114,12 @@ def _use_interface(network: NetworkConfig) -> None:
     # torch takes gloo's interface from the environment alone.
     if network.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", network.interface)
+
+
+def own_ports() -> str:
+    """Name the ports at which gloo and NCCL listen on this host."""
+    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    return f"ports {first}-{last}"
 
 
 def _new_votes(network: NetworkConfig) -> dist.ProcessGroup:

@@ -171,10 +171,10 @@ def driving_tokens(group: ServingGroup, after: int) -> int:
     """Tokens, as requests have them, of the complete windows past the index ``after``.
 
     Prefill drives rebalancing: its batches are large, and what it routes tells what decoding will.
-    So decode steps count only where the ranks report nothing else, or plans are made on them. A
-    phase that the engine does not tell apart ("mixed") counts whole.
+    So decode steps count only where the ranks report nothing else. A phase that the engine does not
+    tell apart ("mixed") counts whole.
     """
-    phases: tuple[Phase, ...] = (group.phase,) if group.phase else ("prefill", "mixed")
+    phases: tuple[Phase, ...] = ("prefill", "mixed")
     held = [window for phase in phases for window in group.folder.windows(phase)]
     held = held or group.folder.windows("decode")
     new = (window for window in held if window.is_complete and window.index > after)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 
 from eplb.clock import Clock
-from eplb.core.load import Phase
 from telemetry.load.counts import Outcome, Outcomes
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader
-from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 
 REPORT_EVERY_S = 60.0
@@ -25,39 +23,29 @@ log = logging.getLogger(__name__)
 
 
 class ServingGroup(RunReader):
-    """The ranks that serve now, and their load as far as it was folded.
-
-    Args:
-        phase: planned on alone; None: all phases together.
-        clock: seconds since the epoch.
-    """
-
-    def __init__(self, store: StateStore, run: RunInfo, phase: Phase | None, clock: Clock) -> None:
-        super().__init__(store, run, clock=clock)
-        self.phase = phase
+    """The ranks that serve now, and their load as far as it was folded."""
 
     def complete_windows(self) -> list[Window]:
         """Return the windows that every rank reported, oldest first."""
-        return [window for window in self.folder.windows(self.phase) if window.is_complete]
+        return [window for window in self.folder.windows() if window.is_complete]
 
 
 class Arrivals:
     """Follows the latest run of a store.
 
     Args:
-        phase: see Group.
         clock: seconds since the epoch.
     """
 
-    def __init__(self, store: StateStore, phase: Phase | None, clock: Clock) -> None:
-        self._store, self._phase, self._clock = store, phase, clock
+    def __init__(self, store: StateStore, clock: Clock) -> None:
+        self._store, self._clock = store, clock
         self._group: ServingGroup | None = None
 
     def follow(self) -> ServingGroup | None:
         """Fold what is new of the run that serves now; None before the first one."""
         info = self._store.current_run()
         if info is not None and (self._group is None or self._group.run.run != info.run):
-            self._group = ServingGroup(self._store, info, self._phase, self._clock)
+            self._group = ServingGroup(self._store, info, clock=self._clock)
             self._unreadable_before = self._num_unreadable()
             self._reported = self._counts(self._group.folder.outcomes)  # assumed without a report
             self._reported_at = -REPORT_EVERY_S

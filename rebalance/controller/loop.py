@@ -90,7 +90,7 @@ class Controller:
         self._lease = ControllerLease(
             store, holder or new_holder(), settings.lease_ttl_s, clock=monotonic
         )
-        self._arrivals = Arrivals(store, settings.phase, clock)
+        self._arrivals = Arrivals(store, clock)
         self._group: ServingGroup | None = None
         self._fits_ranks = False  # whether it works with the version of their group
         self._planned_window = -1  # newest window that was planned on

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from eplb.core.cost import CostModel
-from eplb.core.load import Phase
 from eplb.core.problem import Budget
 from eplb.core.topology import Topology
 from eplb.decision.triggers import Stage, TriggerRules
@@ -50,8 +49,6 @@ class ControllerSettings:
     cost: CostModel = field(default_factory=CostModel)
     budget: Budget = field(default_factory=Budget)
     pace: Pace = field(default_factory=Pace)
-    seed: int = 0
-    phase: Phase | None = None  # plans are made on the load of this phase alone; None: of all
     retention: Retention = field(default_factory=Retention)  # plans look back minutes at most
     lease_ttl_s: Annotated[
         float,

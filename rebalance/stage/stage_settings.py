@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from eplb.declared import Setting, check_fields
-from eplb.errors import ConfigError
 
 MIB = 1 << 20
 # A byte that moves passes device memory three times: read at its source, written here, and read for
@@ -24,13 +23,6 @@ class LinkBudget:
 
     chunk_bytes: int
     bytes_per_second: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 1 or not self.bytes_per_second > 0:
-            raise ConfigError(
-                f"a link with chunks of {self.chunk_bytes} bytes at {self.bytes_per_second} "
-                "bytes/s, expected more than 0 of both"
-            )
 
 
 @dataclass(frozen=True)
@@ -51,14 +43,6 @@ class StageSettings:
     preload_deadline_s: float = 120.0
     pull_deadline_s: float = 30.0  # for one chunk, or for the copies of a swap
     pause_deadline_s: float = 5.0  # for an engine's hold that is not taken back
-
-    def __post_init__(self) -> None:
-        for name in ("in_flight", "preload_records"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected 1 or more")
-        for name in ("preload_deadline_s", "pull_deadline_s", "pause_deadline_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0 s")
 
     @staticmethod
     def while_serving(bytes_per_second: float = SERVING_BYTES_PER_SECOND) -> StageSettings:

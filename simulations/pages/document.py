@@ -1,8 +1,7 @@
 """One HTML file: conclusions, figures, inputs. The script is included, nothing is downloaded.
 
 Colours follow the reader's light or dark setting; figures share the width in as many columns as
-fit, one on a phone. ``write_pictures`` draws the same figures as PNG files with matplotlib, from
-the traces, axes and lines of the kinds that the pages use.
+fit, one on a phone. A button of each figure saves it as a picture.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from eplb.errors import ConfigError
 from eplb.packages import needed_for
+from simulations.report import TextTable
 from telemetry.formats.bounded import write_atomically
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
@@ -69,8 +66,6 @@ dark.addEventListener("change", paint);
 addEventListener("load", paint);
 """
 MOST_MARKED = 12  # of an axis that counts
-MOST_BEFORE = 16  # rows of a table that figures come after
-Cells = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -80,19 +75,6 @@ class Figure:
     title: str
     text: str
     figure: Any
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """Rows of text; the first column is on the left, numbers on the right."""
-
-    headings: Cells
-    rows: Sequence[Cells]
-
-    @property
-    def is_long(self) -> bool:
-        """It comes after the figures."""
-        return len(self.rows) > MOST_BEFORE
 
 
 @dataclass(frozen=True)
@@ -144,11 +126,18 @@ def _table(table: TextTable) -> str:
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows
     )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    about = "".join(f"<p>{escape(text)}</p>" for text in (table.title, table.caption) if text)
+    return f'{about}<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _figure(one: Figure) -> str:
-    config = {"displayModeBar": False, "responsive": True}
+    name = re.sub("[^a-z0-9]+", "-", one.title.lower()).strip("-")
+    config = {
+        "responsive": True,
+        "displaylogo": False,
+        "modeBarButtons": [["toImage"]],
+        "toImageButtonOptions": {"format": "svg", "filename": name},
+    }
     plot = one.figure.to_html(full_html=False, include_plotlyjs=False, config=config)
     return f"<section><h2>{escape(one.title)}</h2><p>{escape(one.text)}</p>{plot}</section>"
 
@@ -182,7 +171,7 @@ def framed(figure: Any, x_title: str, y_title: str) -> Any:
     return figure
 
 
-def counted(figure: Any, *, x: int = 0, y: int = 0) -> Any:
+def whole_numbers(figure: Any, *, x: int = 0, y: int = 0) -> Any:
     """Axes of whole numbers; so few of them that plotly would mark halves get a mark each."""
     for update, count in ((figure.update_xaxes, x), (figure.update_yaxes, y)):
         if 0 < count <= MOST_MARKED:
@@ -205,99 +194,3 @@ def marker_of(number: int, size: int) -> dict[str, Any]:
     """A marker that is told apart from the others by colour and symbol."""
     symbol = SYMBOLS[number // len(COLOURS) % len(SYMBOLS)]
     return {"color": colour_of(number), "symbol": symbol, "size": size}
-
-
-INCHES, DOTS_PER_INCH = (8.0, 4.8), 150
-DASHES = {"dot": ":", "dash": "--", "solid": "-", None: "-"}
-MARKS = {"triangle-up": "^", "circle": "o", "square": "s", "diamond": "D", None: "o"}
-TEXT_COLUMNS = 110
-
-
-def write_pictures(folder: Path, page: ReportPage) -> list[Path]:
-    """Write a file for each figure, named by its title; each is whole or not there.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or a file cannot be written.
-    """
-    with needed_for("a PNG file"):
-        import matplotlib
-    matplotlib.use("Agg")  # no display is needed
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise ConfigError(f"{folder} cannot be made: {exc.strerror or exc}") from exc
-    written = []
-    for figure in page.figures:
-        path = folder / f"{re.sub('[^a-z0-9]+', '-', figure.title.lower()).strip('-')}.png"
-        write_atomically(path, _png(figure, page.title))
-        written.append(path)
-    return written
-
-
-def _png(figure: Figure, source: str) -> bytes:
-    from io import BytesIO
-    from textwrap import fill
-
-    from matplotlib.figure import Figure as Canvas
-
-    canvas = Canvas(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
-    axes = canvas.add_subplot()
-    for trace in figure.figure.data:
-        _TRACES[trace.type](axes, trace)
-    for shape in figure.figure.layout.shapes:
-        axes.axhline(shape.y0, color=shape.line.color, linestyle=DASHES[shape.line.dash])
-    _frame(axes, figure.figure.layout)
-    axes.set_title(figure.title, loc="left", fontweight="bold")
-    canvas.supxlabel(fill(f"{source}. {figure.text}", TEXT_COLUMNS), fontsize=7, color="#555")
-    content = BytesIO()
-    canvas.savefig(content, format="png")
-    return content.getvalue()
-
-
-def _frame(axes: Any, layout: Any) -> None:
-    for name, axis, side in (("x", axes.xaxis, layout.xaxis), ("y", axes.yaxis, layout.yaxis)):
-        axis.set_label_text(side.title.text or "")
-        if side.type == "log":
-            getattr(axes, f"set_{name}scale")("log")
-        if side.tickvals is not None:
-            axis.set_ticks(list(side.tickvals), [str(one) for one in side.tickvals])
-            axis.set_ticks([], minor=True)
-        elif side.dtick is not None:
-            axis.get_major_locator().set_params(integer=True)
-        if side.autorange == "reversed":
-            limits = sorted(getattr(axes, f"get_{name}lim")(), reverse=True)
-            getattr(axes, f"set_{name}lim")(*limits)
-    axes.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        axes.legend(handles, labels, frameon=False, fontsize=8)
-
-
-def _scatter(axes: Any, trace: Any) -> None:
-    mode = trace.mode or "lines+markers"
-    axes.plot(
-        trace.x,
-        trace.y,
-        label=trace.name if trace.showlegend is not False else None,
-        color=trace.line.color or trace.marker.color,
-        linestyle=DASHES[trace.line.dash] if "lines" in mode else "",
-        marker=MARKS[trace.marker.symbol] if "markers" in mode else "",
-        drawstyle="steps-post" if trace.line.shape == "hv" else "default",
-    )
-    axes.grid(visible=True, color="#ddd")
-    axes.set_axisbelow(True)
-
-
-def _bars(axes: Any, trace: Any) -> None:
-    bars = axes.barh(list(trace.y), list(trace.x), color=list(trace.marker.color))
-    axes.bar_label(bars, labels=list(trace.text), padding=4, fontsize=8)
-
-
-def _heatmap(axes: Any, trace: Any) -> None:
-    drawn = axes.imshow(
-        np.asarray(trace.z), cmap="RdBu_r", vmin=trace.zmin, vmax=trace.zmax, aspect="auto"
-    )
-    axes.figure.colorbar(drawn, ax=axes)
-
-
-_TRACES = {"scatter": _scatter, "bar": _bars, "heatmap": _heatmap}

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.errors import counted
 from simulations.pages.document import (
     Figure,
     ReportPage,
-    TextTable,
     colour_of,
-    counted,
     framed,
     graph_objects,
     line_of,
     marker_of,
+    whole_numbers,
 )
-from simulations.recommend import Recommendation
+from simulations.recommend import Recommendation, batch_table, candidate_table
 from simulations.replay import Replay, Scenario
-from simulations.report import best_policy
-from simulations.sweep.results import Row
+from simulations.report import best_policy, comparison_table
+from simulations.sweep.results import Row, rows_table
 
 
 def comparison_page(
@@ -95,7 +95,7 @@ def comparison_page(
     return ReportPage(
         result["trace"],
         conclusions,
-        [_comparison_table(judged)],
+        [comparison_table(result)],
         figures,
         {"command": command} | _inputs(result),
     )
@@ -107,26 +107,6 @@ def _inputs(result: dict[str, Any]) -> dict[str, object]:
     found = {name.replace("_", " "): result[name] for name in (*names, *more)}
     floor, times = f"{result['noise_floor']:.4f}", result["experts_measured"]
     return found | {"imbalance by chance alone": floor, "expert times": times or "not asked for"}
-
-
-def _comparison_table(judged: dict[str, dict[str, Any]]) -> TextTable:
-    headings = ["policy", "mean imbalance", "p95", "p99", "worst layer", "rebalances"]
-    headings += ["experts moved", "GB moved", "tokens/s a rank"]
-    rows = [
-        (
-            policy,
-            f"{one['imbalance_mean']:.3f}",
-            f"{one['imbalance_p95']:.3f}",
-            f"{one['imbalance_p99']:.3f}",
-            f"{one['imbalance_max_layer']:.2f}",
-            str(one["rebalances"]),
-            f"{one['experts_moved']:,}",
-            f"{sum(one['bytes_by_link'].values()) / 1e9:,.1f}" if one["bytes_by_link"] else "-",
-            f"{one['tokens_per_s_per_rank']:.0f}" if "tokens_per_s_per_rank" in one else "-",
-        )
-        for policy, one in judged.items()
-    ]
-    return TextTable(headings, rows)
 
 
 def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
@@ -149,7 +129,7 @@ def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
         )
     figure.add_hline(y=floor, line={"dash": "dot", "color": "#888"})
     longest = max((len(replay.per_window) for replay in replays), default=0)
-    return counted(framed(figure, "window", "imbalance"), x=longest)
+    return whole_numbers(framed(figure, "window", "imbalance"), x=longest)
 
 
 def _scatter(
@@ -161,8 +141,8 @@ def _scatter(
 ) -> Any:
     """Points (group, x, y, text), each group in a colour of its own."""
     of_group: dict[str, list[tuple[float | None, float | None, str]]] = {}
-    for group, x_of, y_of, text_of in points:
-        of_group.setdefault(group, []).append((x_of, y_of, text_of))
+    for group, x_of, y_of, name in points:
+        of_group.setdefault(group, []).append((x_of, y_of, name))
     figure = go.Figure()
     for number, (group, found) in enumerate(of_group.items()):
         x, y, text = zip(*found, strict=True)
@@ -223,7 +203,7 @@ def _heatmaps(go: Any, scenario: Scenario, replay: Replay) -> list[Figure]:
         figure = go.Figure()
         figure.add_heatmap(z=ratio, colorscale="RdBu_r", zmin=1.0 - reach, zmax=1.0 + reach)
         layers, ranks = ratio.shape
-        counted(framed(figure, "rank", "layer"), x=ranks, y=layers)
+        whole_numbers(framed(figure, "rank", "layer"), x=ranks, y=layers)
         figure.update_yaxes(autorange="reversed")
         worst = float(ratio.max(axis=1).mean())
         text = f"Load of each rank over the layer's mean in the last window; imbalance {worst:.3f}."
@@ -282,35 +262,12 @@ def recommendation_page(
     return ReportPage(
         f"What to deploy for {load}",
         answer.sentences(),
-        [_candidate_table(answer)],
+        [candidate_table(answer), *([batch_table(answer)] if answer.batches else [])],
         figures,
         {"command": command, "load": load, "expert times": expert_times},
         "No queue and no scheduler is modelled: batches are full. Attention ranks and expert ranks "
         "take turns: two batches in a pipeline between them are not modelled.",
     )
-
-
-def _candidate_table(answer: Recommendation) -> TextTable:
-    headings = ["group", "slots a rank", "tokens/s a rank", "policy", "plan every"]
-    headings += [answer.question.unit, "KV GB", "imbalance", "step ms", "error of a step", "moves"]
-    rows = [
-        (
-            one.group,
-            str(one.slots_per_rank),
-            f"{one.tokens_per_s:.1f}",
-            one.policy,
-            str(one.interval) if one.interval else "never",
-            str(one.sequences),
-            f"{one.kv_bytes / 1e9:.1f}",
-            f"{one.imbalance:.3f}",
-            f"{one.step_us / 1000:.2f}",
-            "not known" if one.error is None else f"{one.error:.1%}",
-            f"{one.lost_part:.2%}",
-            *(f"{part / 1000:.2f}" for part in one.parts_us),
-        )
-        for one in answer.candidates
-    ]
-    return TextTable([*headings, "dispatch ms", "experts ms", "combine ms", "rest ms"], rows)
 
 
 def _by_batch(go: Any, answer: Recommendation, figure_of: str, x_title: str, y_title: str) -> Any:
@@ -344,8 +301,6 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> ReportPage:
     """
     go = graph_objects()
     judged = [row for row in rows if row.imbalance_mean is not None]
-    cells = [row.cells() for row in rows[:MOST_SHOWN]]
-    shown = [name for name in (cells[0] if cells else ()) if any(one[name] != "-" for one in cells)]
     figures = [
         Figure(
             "Gain against moves",
@@ -372,7 +327,7 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> ReportPage:
     return ReportPage(
         f"Sweep of {load}",
         conclusions(rows),
-        [TextTable(shown, [[one[name] for name in shown] for one in cells])],
+        [rows_table(rows, MOST_SHOWN)],
         figures,
         {"command": command, "load": load, "configurations": len(rows)},
     )
@@ -387,7 +342,9 @@ def conclusions(rows: Sequence[Row]) -> list[str]:
     best = _best_of(judged, lambda row: row.ranks)
     found = [f"best of EP{row.ranks}: {words(row)}: {_gives(row)}" for row in best]
     failed = sum(bool(row.failed) for row in rows)
-    return [*found, f"{failed} of {len(rows)} configurations ended early"] if failed else found
+    if failed:
+        found.append(f"{failed} of {counted(len(rows), 'configuration')} ended early")
+    return found
 
 
 def _best_of(rows: Sequence[Row], key: Callable[[Row], object]) -> list[Row]:
@@ -423,13 +380,14 @@ def _by(go: Any, rows: Sequence[Row], name: str, x_title: str, y_title: str) -> 
 def words(row: Row) -> str:
     """A configuration, as sentences have it."""
     return (
-        f"{row.policy} on {row.ranks} ranks, {row.slots} slots, "
-        f"a plan every {row.interval} windows, {row.dispatch}, seed {row.seed}"
+        f"{row.policy} on {counted(row.ranks, 'rank')}, {row.slots} slots, "
+        f"a plan every {'window' if row.interval == 1 else f'{row.interval} windows'}, "
+        f"{row.dispatch}, seed {row.seed}"
     )
 
 
 def _gives(row: Row) -> str:
-    text = f"imbalance {row.imbalance_mean:.3f}, {row.experts_moved:,} experts moved"
+    text = f"imbalance {row.imbalance_mean:.3f}, {counted(row.experts_moved, 'expert')} moved"
     if row.tokens_per_s_per_rank is None:
         return text
     return f"{text}, {row.tokens_per_s_per_rank:.0f} tokens/s a rank"

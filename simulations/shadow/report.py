@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from eplb.core.cost import NOMINAL_BYTES
 from eplb.core.load import sampling_noise
-from simulations.report import figures_table
+from eplb.errors import counted
+from simulations.report import TextTable, percentile, text_of
 from simulations.shadow.comparison import Account, Comparison, EngineSide, Variant
 
 SCHEMA = "eplb-shadow/1"
@@ -94,7 +94,7 @@ def _figures(account: Account) -> dict[str, Any]:
     has = bool(len(series))
     return {
         "imbalance_mean": float(series.mean()) if has else None,
-        "imbalance_p95": float(np.percentile(series, 95)) if has else None,
+        "imbalance_p95": percentile(series, 95),
         "imbalance_max_layer": account.worst if has else None,
         "imbalance_series": [round(value, 6) for value in series.tolist()],
         "rebalances": account.rebalances,
@@ -168,11 +168,12 @@ def _sentences(found: dict[str, Any], comparison: Comparison) -> list[str]:
             if name in gains and gains[name]["verdict"] not in UNTOLD:
                 lines.append(f"{_name(one, found)}, {what}: {gains[name]['sentence']}")
         if one["failed"]:
-            lines.append(
-                f"{_name(one, found)}: no plan after {one['failed']} windows; the placement stayed"
-            )
+            after = counted(one["failed"], "window")
+            lines.append(f"{_name(one, found)}: no plan after {after}; the placement stayed")
     if engine["failed"]:
-        lines.append(f"the engine's algorithm has no plan after {engine['failed']} windows")
+        lines.append(
+            f"the engine's algorithm has no plan after {counted(engine['failed'], 'window')}"
+        )
     if engine["plans"] == "deepseek":
         lines.append(
             "the replayed algorithm never puts two replicas of an expert on one rank; the "
@@ -191,12 +192,13 @@ def _name(one: dict[str, Any], found: dict[str, Any]) -> str:
     return "ours, same slots" if same else f"ours, {one['redundant']} redundant"
 
 
-def table(found: dict[str, Any]) -> Table:
-    """Lay a report out for the terminal."""
+def table(found: dict[str, Any]) -> TextTable:
+    """Lay a report out."""
     windows = found["windows"]
     title = (
-        f"{windows['judged']} windows judged of {windows['used']} used, {found['layers']} layers x "
-        f"{found['experts']} experts, {found['ranks']} ranks, {found['nodes']} nodes, rule "
+        f"{counted(windows['judged'], 'window')} judged of {windows['used']} used, "
+        f"{counted(found['layers'], 'layer')} x {found['experts']} experts, "
+        f"{counted(found['ranks'], 'rank')}, {counted(found['nodes'], 'node')}, rule "
         f"{found['dispatch']}; chance alone makes {found['noise_floor']:.3f}"
     )
     caption = (
@@ -204,19 +206,20 @@ def table(found: dict[str, Any]) -> Table:
         "move; experts, GB: to other ranks; s: of moves; net s: serving time won less moves, "
         "against the engine; KV GB: freed on a rank against the engine's slots"
     )
-    headings = ("mean", "p95", "worst", "plans", "experts", "GB", "s", "net s", "KV GB")
+    headings = ["placements", "mean", "p95", "worst", "plans", "experts"]
+    headings += ["GB", "s", "net s", "KV GB"]
     rows = [["engine", *_cells(found["engine"]), "-", "-"]]
     for one in found["ours"]:
         net, freed = one["net_seconds"], one["kv_bytes_freed_per_rank"]
         won = "-" if net is None else f"{net:+.1f}"
         memory = "-" if freed is None else f"{freed / 1e9:+.2f}"
         rows.append([_name(one, found), *_cells(one), won, memory])
-    return figures_table(title, "placements", headings, rows, caption)
+    return TextTable(headings, rows, title, caption)
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
     figures = ("imbalance_mean", "imbalance_p95", "imbalance_max_layer")
-    shown = ["-" if one[name] is None else f"{one[name]:.3f}" for name in figures]
+    shown = [text_of(one[name]) for name in figures]
     moved = one["bytes_moved"]
     return [
         *shown,

@@ -17,6 +17,7 @@ from typing import Any
 
 from eplb.errors import ConfigError
 from eplb.packages import needed_for
+from simulations.report import TextTable
 from simulations.sweep.grid import SweepTask
 from telemetry.formats.bounded import write_atomically
 
@@ -77,11 +78,19 @@ class Row:
             "dispatch": self.dispatch,
             "seed": str(self.seed),
             "imbalance": shown(self.imbalance_mean, ".3f", "failed"),
-            "p99": shown(self.imbalance_p99, ".3f"),
-            "rebalances": str(self.rebalances),
             "experts": f"{self.experts_moved:,}",
             "tok/s": shown(self.tokens_per_s_per_rank, ".0f"),
+            "p99": shown(self.imbalance_p99, ".3f"),
+            "rebalances": str(self.rebalances),
         }
+
+
+def rows_table(rows: Sequence[Row], most: int) -> TextTable:
+    """The best rows, without columns that are empty."""
+    cells = [row.cells() for row in rows[:most]]
+    shown = [name for name in (cells[0] if cells else ()) if any(one[name] != "-" for one in cells)]
+    title = f"the best {most} of {len(rows)}" if len(rows) > most else ""
+    return TextTable(shown, [[one[name] for name in shown] for one in cells], title)
 
 
 class Results:

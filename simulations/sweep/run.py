@@ -70,7 +70,7 @@ def sweep(
     tasks: Sequence[SweepTask],
     results: Results,
     execute: Executor,
-    on_outcome: Callable[[int], None] = lambda finished: None,
+    on_outcome: Callable[[int], object] = lambda finished: None,
     *,
     task_s: float = TASK_S,
 ) -> Sweep:

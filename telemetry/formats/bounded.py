@@ -58,10 +58,10 @@ def reading(path: Path, as_what: str) -> Iterator[None]:
     try:
         yield
     except EplbError as exc:
-        said = " ".join(str(exc).split())
-        if str(path) in said and said == str(exc):
+        text = " ".join(str(exc).split())
+        if str(path) in text and text == str(exc):
             raise
-        raise type(exc)(said if str(path) in said else f"{path}: {said}") from exc
+        raise type(exc)(text if str(path) in text else f"{path}: {text}") from exc
     except FileNotFoundError as exc:
         raise HistoryError(f"{path} does not exist, expected {as_what}") from exc
     except MemoryError as exc:

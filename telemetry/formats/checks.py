@@ -74,12 +74,12 @@ def _shape(
 ) -> Iterator[FormatFinding]:
     placement = file.placement
     redundant = placement.num_slots - placement.num_experts
-    told = deployment.num_redundant
-    if told is not None and told != redundant:
+    stated = deployment.num_redundant
+    if stated is not None and stated != redundant:
         yield _error(
             "redundancy",
             f"{placement.num_slots} slots for {placement.num_experts} experts are {redundant} "
-            f"redundant ones, the deployment has {told}",
+            f"redundant ones, the deployment has {stated}",
         )
     empty = int((placement.slot_to_expert == EMPTY).sum())
     if empty and target != "eplb":

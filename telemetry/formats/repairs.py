@@ -20,16 +20,16 @@ Notes = tuple[str, ...]
 
 
 def ranks_of(file: PlacementFile, num_ranks: int | None, why: str) -> int:
-    """Number of ranks, told or in the file.
+    """Number of ranks, as stated or in the file.
 
     Raises:
         ConfigError: neither, or a number that does not divide the slots.
     """
-    told = num_ranks or file.num_ranks
-    if told is None:
+    known = num_ranks or file.num_ranks
+    if known is None:
         raise ConfigError(f"{why}, and the input does not tell the ranks: expected --ranks")
-    check_divides(file, told)
-    return told
+    check_divides(file, known)
+    return known
 
 
 def check_divides(file: PlacementFile, num_ranks: int) -> None:
@@ -53,9 +53,9 @@ def filled(file: PlacementFile, num_ranks: int | None) -> tuple[PlacementFile, N
     Raises:
         ConfigError: there are empty slots, and the ranks are not known.
     """
-    told = num_ranks or file.num_ranks
-    if told is not None:
-        check_divides(file, told)
+    known = num_ranks or file.num_ranks
+    if known is not None:
+        check_divides(file, known)
     empty = np.argwhere(file.placement.slot_to_expert == EMPTY)
     if not empty.size:
         return file, ()

@@ -6,7 +6,7 @@ A trace is an ``.npz`` file that holds one of these:
                 each layer, tokens in order; -1 pads. Cut into windows of as many tokens as asked.
     load        [T, L, E], integers or floats: windows that were counted already.
 
-Which axis of ``expert_ids`` counts tokens is told, in this order, by: the ``layout`` argument;
+What decides which axis of ``expert_ids`` counts tokens, in this order: the ``layout`` argument;
 ``request_len`` in the file, whose sum is the number of tokens; one axis being at least 4 times
 as long as the other, since no model has that many layers. Anything else is refused.
 
@@ -114,7 +114,7 @@ def read_requests(
     return ids, lengths.astype(np.int64).ravel()
 
 
-def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]:
+def read_expert_ids(path: Path) -> NDArray[Any]:
     """[L, tokens, K] which experts each token of a trace went to, -1 for padding.
 
     Raises:
@@ -123,7 +123,7 @@ def read_expert_ids(path: Path, *, layout: Layout | None = None) -> NDArray[Any]
     arrays, names = read_arrays(path, MEMBERS)
     if "expert_ids" not in arrays:
         raise HistoryError(f"trace {path} holds {names}, expected expert_ids")
-    return _layers_first(path, arrays, layout)
+    return _layers_first(path, arrays, None)
 
 
 def _layers_first(
@@ -136,7 +136,7 @@ def _layers_first(
             "expected integers [layers, tokens, top-k] or [tokens, layers, top-k]"
         )
     if layout is None:
-        layout = _told_layout(path, ids.shape, arrays.get("request_len"))
+        layout = _layout_of(path, ids.shape, arrays.get("request_len"))
     if layout not in get_args(Layout):
         raise ConfigError(
             f"unknown layout {layout!r}, expected one of: {', '.join(get_args(Layout))}"
@@ -144,9 +144,7 @@ def _layers_first(
     return ids if layout == "layers-first" else ids.transpose(1, 0, 2)
 
 
-def _told_layout(
-    path: Path, shape: tuple[int, ...], request_len: NDArray[np.int64] | None
-) -> Layout:
+def _layout_of(path: Path, shape: tuple[int, ...], request_len: NDArray[np.int64] | None) -> Layout:
     first, second, _ = shape
     if request_len is not None and first != second:
         tokens = _sum_of_lengths(path, request_len)

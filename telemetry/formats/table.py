@@ -108,7 +108,7 @@ def read(place: str, options: ReadOptions, name: str | None = None) -> Found:
             raise FileNotFoundError
         if name is None and path.suffix == ".pt" and path.is_file():
             return _read_pt(path, options)
-        known_name = name or _told_by(path)
+        known_name = name or _format_of(path)
     with reading(path, known_name):
         return (LOADS | PLACEMENTS)[known_name](path, options)
 
@@ -202,9 +202,9 @@ def _read_pt(path: Path, options: ReadOptions) -> Found:
     return sglang.of_dump(loaded, path, options)
 
 
-def _told_by(path: Path) -> str:
+def _format_of(path: Path) -> str:
     if path.is_dir():
-        return _told_by_folder(path)
+        return _format_of_folder(path)
     check_regular(path)
     suffix = path.suffix.lower()
     if suffix in STORE_SUFFIXES:
@@ -220,12 +220,12 @@ def _told_by(path: Path) -> str:
         shape, dtype = npy_kind(path)
         return "vllm-routing" if dtype == np.int16 and len(shape) == 3 else "npy"
     if suffix in (".json", ".jsonl"):
-        return _told_by_json(path)
+        return _format_of_json(path)
     known = ", ".join(sorted({*LOADS, *PLACEMENTS}))
     raise ConfigError(f"{path}: the name tells no format, expected --format with one of: {known}")
 
 
-def _told_by_folder(path: Path) -> str:
+def _format_of_folder(path: Path) -> str:
     if (path / "meta_info.json").exists():
         return "trtllm-statistics"
     if (path / own.MANIFEST).exists() and (path / own.COUNTS_FILE).exists():
@@ -241,7 +241,7 @@ def _told_by_folder(path: Path) -> str:
     )
 
 
-def _told_by_json(path: Path) -> str:
+def _format_of_json(path: Path) -> str:
     if path.suffix.lower() == ".jsonl":
         with path.open("rb") as file:
             first = file.readline(vllm.MAX_LINE_BYTES)

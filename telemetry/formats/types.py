@@ -120,31 +120,31 @@ def resolve(
     Raises:
         ConfigError: a statement that does not fit the file.
     """
-    told = _told(layers, options)
+    stated = _stated(layers, options)
     rows = list(range(len(layers.ids)))
     if layers.axis == "ordinal":
-        if told is None:
+        if stated is None:
             return (
                 rows,
                 layers,
                 ("layer numbers are not in the file; rows are MoE layers in order",),
             )
-        if len(told) != len(layers.ids):
+        if len(stated) != len(layers.ids):
             raise ConfigError(
-                f"the file has {len(layers.ids)} layers, expected {len(told)}: {_shown(told)}"
+                f"the file has {len(layers.ids)} layers, expected {len(stated)}: {_shown(stated)}"
             )
-        return rows, Layers(told, "model"), ()
-    if told is not None:
+        return rows, Layers(stated, "model"), ()
+    if stated is not None:
         place = {layer: row for row, layer in enumerate(layers.ids)}
-        missing = [layer for layer in told if layer not in place]
+        missing = [layer for layer in stated if layer not in place]
         if missing:
             raise ConfigError(
                 f"layers {_shown(missing)} are not in the file, expected some of "
                 f"{_shown(layers.ids)}"
             )
-        dropped = sorted(set(layers.ids) - set(told))
-        notes = (f"layers {_shown(dropped)} are dropped as told",) if dropped else ()
-        return [place[layer] for layer in told], Layers(told, "model", layers.num_hidden), notes
+        dropped = sorted(set(layers.ids) - set(stated))
+        notes = (f"layers {_shown(dropped)} are dropped as stated",) if dropped else ()
+        return [place[layer] for layer in stated], Layers(stated, "model", layers.num_hidden), notes
     if layers.axis == "hidden" and idle is not None:
         kept = [row for row in rows if not idle[row]]
         if not kept:
@@ -158,7 +158,7 @@ def resolve(
     return rows, layers, ()
 
 
-def _told(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:
+def _stated(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:
     if options.layer_ids is not None:
         return Layers(tuple(options.layer_ids), "model").ids
     first = options.first_moe_layer
@@ -166,10 +166,10 @@ def _told(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:
         return None
     if layers.axis == "ordinal":
         return tuple(range(first, first + len(layers.ids)))
-    told = tuple(layer for layer in layers.ids if layer >= first)
-    if not told:
+    stated = tuple(layer for layer in layers.ids if layer >= first)
+    if not stated:
         raise ConfigError(f"the first MoE layer is {first}, the last in the file {layers.ids[-1]}")
-    return told
+    return stated
 
 
 def model_layers(layers: Layers, why: str) -> Layers:
@@ -331,9 +331,9 @@ def _shown(ids: Iterable[int]) -> str:
     return ", ".join(shown[:8] + ["..."] * (len(shown) > 8)) or "none"
 
 
-def as_layers(ids: Sequence[int], num_hidden: int | None = None) -> Layers:
+def as_layers(ids: Sequence[int]) -> Layers:
     """Layers that a file numbers itself."""
-    return Layers(tuple(ids), "model", num_hidden)
+    return Layers(tuple(ids), "model")
 
 
 def rows_in_order(num_rows: int) -> Layers:

@@ -344,16 +344,14 @@ def windows_since_change(history: LoadHistory, *, false_alarm: float = FALSE_ALA
     return history.num_windows - (change.index if change is not None else 0)
 
 
-def planning_history(
-    history: LoadHistory, *, last: int, false_alarm: float = FALSE_ALARM
-) -> LoadHistory:
+def planning_history(history: LoadHistory, *, last: int) -> LoadHistory:
     """Return the windows that a plan should look at: the latest ones, none from before a change.
 
     Args:
         history: more windows than ``last``, so that a change can be distinguished from noise.
         last: windows that a plan looks at when nothing changes.
     """
-    return history.latest(min(last, windows_since_change(history, false_alarm=false_alarm)))
+    return history.latest(min(last, windows_since_change(history)))
 
 
 def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> LoadChange | None:

@@ -40,10 +40,16 @@ def shown(holder: str) -> str:
     return f"process {name['pid']} on host {name['host']}" if name else repr(holder)
 
 
+def is_here(holder: str) -> bool:
+    """Return whether the process of that name is, or was, one of this machine and container."""
+    name = _NAME.fullmatch(holder)
+    return name is not None and name["place"] == _place() != _NOWHERE
+
+
 def is_dead(holder: str) -> bool:
     """Return whether the process of that name has ended; False when unknown."""
     name = _NAME.fullmatch(holder)
-    if name is None or name["place"] in (_NOWHERE, "") or name["place"] != _place():
+    if name is None or not is_here(holder):
         return False
     if _start_of(1) is None:  # /proc hides the processes of others (hidepid)
         return False

@@ -28,12 +28,13 @@ from threading import Event, Thread
 from eplb.clock import Clock
 from eplb.errors import ConfigError, EplbError, StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, NAMES, RANKS, Announcement, refusal
-from telemetry.state.holder import host_of, is_dead
+from telemetry.state.holder import host_of, is_dead, is_here, new_holder, shown
 from telemetry.state.store import StateStore
 
 ANNOUNCED_WITHIN_S = 10.0  # for which a joining process waits for an announcement
 HEARTBEAT_S = 5.0  # between two announcements of a process
 MISSED_BEATS = 3  # after so many intervals a process counts as silent
+WATCHED_S, LOOK_S = 1.5 * HEARTBEAT_S, 0.25  # for a beat of another process; between two looks
 FORGOTTEN_S = 3600.0  # a silent process of no host of the topology is not expected back after that
 END_DEADLINE_S = 15.0  # for an announcement that is under way: longer than a store's own
 
@@ -100,6 +101,46 @@ def check_versions(
         )
 
 
+def check_alone(store: StateStore, mine: Announcement) -> None:
+    """Announce a process of a host, and refuse it where another machine has that host's.
+
+    On one machine a socket tells. A process that was killed does not announce itself again.
+
+    Raises:
+        ConfigError: with both processes.
+        StoreError: the store cannot be used.
+    """
+    other = store.announce(mine)
+    deadline, polled = time.monotonic() + WATCHED_S, Event()
+    while other is not None and _may_run(other, store.backend.now()):
+        found = [one for one in store.announced() if one.process == other.process]
+        if found:
+            raise ConfigError(
+                f"{claimed(other)}, and this is {shown(mine.process)}, expected one machine with "
+                "the address of a host (topology.hosts)"
+            )
+        if time.monotonic() > deadline:
+            return
+        polled.wait(LOOK_S)
+
+
+def claims_elsewhere(store: StateStore, host: int) -> list[str]:
+    """Say which processes of a host run on another machine than this one."""
+    now, found = store.backend.now(), [one for one in store.announced() if one.name == str(host)]
+    return [claimed(one) for one in found if _may_run(one, now) and not is_here(one.process)]
+
+
+def claimed(other: Announcement) -> str:
+    """Say which process has the place of a host."""
+    return f"{NAMES[other.component]} of host {other.name} is {shown(other.process)}"
+
+
+def _may_run(one: Announcement, now: float) -> bool:
+    """Whether a process has announced itself lately; not one that is known to be dead."""
+    is_silent = now - one.time > MISSED_BEATS * HEARTBEAT_S
+    return bool(one.process) and not (is_silent or is_dead(one.process))
+
+
 def serving(store: StateStore, now: float) -> list[Present]:
     """Give the ranks that report and the controller that leads, with their versions."""
     present = []
@@ -129,7 +170,7 @@ class Heartbeat:
 
     def __init__(self, open_store: Callable[[], StateStore], component: str, name: str) -> None:
         self._open_store = open_store
-        self.mine = Announcement(component, name, every_s=HEARTBEAT_S)
+        self.mine = Announcement(component, name, every_s=HEARTBEAT_S, process=new_holder())
         self._stopped, self._thread = Event(), Thread()
 
     def start(self) -> None:

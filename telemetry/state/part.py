@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 COMMITTED = "committed"  # generation and hash of the placement that serves
 OPEN_PLAN = "open_plan"  # plan id and digest of the open migration; "": none is open
+NEWEST_PLAN = "newest_plan"  # id of the plan that was published last
 RECOVERY = "recovery"
 LIVE = "live"
 CANDIDATES = "candidates"

@@ -34,6 +34,7 @@ from telemetry.state.membership import MembershipChange, put_change
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
+    NEWEST_PLAN,
     OPEN_PLAN,
     RECOVERY,
     Part,
@@ -51,7 +52,6 @@ _MAX_READS = 8  # of a migration that changes whenever it is read
 
 PLACEMENTS = Table("placements", is_ordered=True)  # by generation
 MIGRATION = Table("migration")  # the open one, by its plan id
-PLANS = Table("plans")  # plan id -> open, committed, aborted, rejected
 SURVIVOR_REPORTS = Table("survivor_reports")  # of a run and membership: rank -> report
 MEETINGS = Table("meetings")  # of a membership: key of torch's rendezvous -> value
 
@@ -150,7 +150,7 @@ class PlacementPart(Part):
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
-                _close(change, open_plan[0], outcome if is_this else "rejected")
+                _close(change, open_plan[0])
                 if not is_this:
                     overtaken = f"generation {generation} was committed in its place"
                     note(change, "reject", PlanEnd(generation, open_plan[0], overtaken))
@@ -198,15 +198,16 @@ class PlacementPart(Part):
                 raise StaleGeneration(
                     f"plan {plan_id} cannot be published: plan {open_plan[0]} is open"
                 )
-            if change.get(PLANS, plan_id) is not None:
+            if plan_id <= (newest := int(change.get(HEAD, NEWEST_PLAN) or 0)):
                 raise StaleGeneration(
-                    f"plan id {plan_id} was published before, expected one from next_plan_id"
+                    f"plan id {plan_id} cannot be published: the latest was {newest}, expected a "
+                    "later one, from next_plan_id"
                 )
             _check_base(migration, committed_in(change))
             if approval is not None:
                 approve(change, approval, plan_id)
             change.put(MIGRATION, plan_id, packed)
-            change.put(PLANS, plan_id, "open")
+            change.put(HEAD, NEWEST_PLAN, str(plan_id))
             change.put(HEAD, OPEN_PLAN, _name_of(plan_id, packed))
             if plan_id > change.last("plan_id"):
                 change.give_out("plan_id", plan_id)
@@ -487,14 +488,13 @@ def _name_of(plan_id: int | str, packed: Value | None) -> str:
     return "" if packed is None else f"{plan_id} {packed[:DIGEST_BYTES].hex()}"
 
 
-def _close(change: Change, plan_id: int, outcome: Outcome) -> None:
-    change.put(PLANS, plan_id, outcome)
+def _close(change: Change, plan_id: int) -> None:
     change.put(HEAD, OPEN_PLAN, "")
     change.delete(MIGRATION, plan_id)
 
 
 def _drop(change: Change, plan_id: int, outcome: Outcome, reason: str) -> None:
-    _close(change, plan_id, outcome)
+    _close(change, plan_id)
     serving = committed_in(change)
     end = PlanEnd(None if serving is None else serving[0], plan_id, reason)
     note(change, EVENT_OF_OUTCOME[outcome], end)

@@ -331,8 +331,7 @@ class RedisLink:
         """Run a script over a connection that is kept open.
 
         To take one from redis-py's pool for each command doubles what a command costs here: 77 us
-        of CPU where this takes 39, on the machine of benchmarks/telemetry/redis.py. Every sample
-        comes this way.
+        of CPU where this takes 39. Every sample comes this way.
         """
         if os.getpid() != self._process:
             # Those of the process that this one was forked from are its own.

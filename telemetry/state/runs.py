@@ -180,16 +180,19 @@ class RunsPart(Part):
         reports = self.backend.scan(RANK_STATES.of(run))
         return [decode(RankState, text, f"report of rank {rank}") for rank, text in reports]
 
-    def announce(self, mine: Announcement) -> None:
-        """Record the version of a process; of each component the latest 256 names are kept."""
+    def announce(self, mine: Announcement) -> Announcement | None:
+        """Record the version of a process, and return the announcement that it replaces.
 
-        def decision(change: Change) -> None:
-            is_new = change.get(ANNOUNCED, _key_of(mine)) is None
-            add_announcement(change, mine)
-            if is_new:  # who joins may wait for it; a heartbeat wakes nobody
+        Of each component the latest 256 names are kept.
+        """
+
+        def decision(change: Change) -> Announcement | None:
+            before = add_announcement(change, mine)
+            if before is None:  # who joins may wait for it; a heartbeat wakes nobody
                 change.wake()
+            return before
 
-        self.backend.decide(f"version of {mine.component} {mine.name!r}", decision)
+        return self.backend.decide(f"version of {mine.component} {mine.name!r}", decision)
 
     def retire(self, mine: Announcement) -> None:
         """Remove the announcement of a process that was ended on purpose."""
@@ -238,18 +241,20 @@ def add_run(change: Change, info: RunInfo) -> None:
     add_announcement(change, Announcement(RANKS, info.run))
 
 
-def add_announcement(change: Change, mine: Announcement) -> None:
-    """Write an announcement in place of an earlier one of that component and name."""
-    since, others = change.time, []
+def add_announcement(change: Change, mine: Announcement) -> Announcement | None:
+    """Write an announcement in place of an earlier one of that component and name; return that."""
+    before, others = None, list[Announcement]()
     for known in _announcements([text for _, text in change.scan(ANNOUNCED)]):
         if _key_of(known) == _key_of(mine):
-            since = known.since
+            before = known
         elif known.component == mine.component:
             others.append(known)
     for old in others[: len(others) + 1 - KEPT_ANNOUNCEMENTS]:
         change.delete(ANNOUNCED, _key_of(old))
+    since = change.time if before is None else before.since
     text = to_json(asdict(replace(mine, time=change.time, since=since)))
     change.put(ANNOUNCED, _key_of(mine), text)
+    return before
 
 
 def _key_of(announced: Announcement) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rebalance.engines.common import store_process
-from rebalance.engines.common.gauge import value_of
+from tests.support.engines.gauge import value_of
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (
     INTERVAL,

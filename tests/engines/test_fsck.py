@@ -185,6 +185,7 @@ def test_slot_with_another_expert_is_found_and_reported(tmp_path: Path) -> None:
 def lost_scales(rank: int, config: Path) -> dict[str, Any]:
     """The engine moves weights alone."""
     made = started(rank, config, forgets=True)
+    made.until_experts_move(np.tile(FIRST, (len(made.held), 1)))
     made.visit_all()
     return made.result()
 

@@ -68,7 +68,7 @@ def repaired(rank: int, config: Path) -> dict[str, Any]:
         made.steps()
     if rank == LOST_RANK:
         made.layers[LOST_LAYER][0][3, 5] += 1
-        while made.checks.faults or not made.kept.records.bytes_by_source.get("host"):
+        while made.checks.faults or not made.kept.figures.bytes_by_source.get("host"):
             made.checks.visit(is_idle=True)
     dist.barrier()  # the first rank of the host has the records
     made.check_weights()

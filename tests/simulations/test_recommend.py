@@ -216,7 +216,7 @@ def test_commands_answer_with_times_and_reasons(tmp_path: Path) -> None:
         "0,1",
         "--every",
         "2",
-        "--json",
+        "--output",
         str(out),
     )
 
@@ -227,7 +227,10 @@ def test_commands_answer_with_times_and_reasons(tmp_path: Path) -> None:
     assert "recommended: EP8" in asked.stdout
     assert "runner-up: EP8" in asked.stdout
     assert "expert times: trtllm's cutlass in bf16 on h100" in asked.stdout
-    assert all(len(line) <= 80 for line in asked.stdout.split("recommended: ")[0].splitlines())
+    rules = [line for line in asked.stdout.splitlines() if "─" in line]  # as wide as their tables
+    assert len(rules) == 2
+    assert all(len(line) <= 80 for line in rules)
+    assert asked.stdout.startswith("assumed, as nothing tells: 8 ranks on a node")
     assert len(json.loads(out.read_text())["candidates"]) == 3
 
 

@@ -16,7 +16,7 @@ from eplb.core.load import LoadHistory, fluctuation, sampling_noise
 from eplb.errors import ConfigError, HistoryError
 from simulations import Scenario, generate, load_trace, replay, replay_all
 from simulations.pages.of_commands import comparison_page
-from simulations.report import conclusions, summary, write_json
+from simulations.report import conclusions, summary
 from simulations.workloads import windows_named
 from telemetry.formats.bounded import read_arrays
 from tests.support.repository import ROOT
@@ -212,12 +212,11 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     scenario = Scenario(Topology.uniform(1, 4, 5), load=history)
     replays = replay_all(scenario, ["contiguous", "auto"])
     result = summary("<gamma>", scenario, replays)
-    write_json(tmp_path / "out.json", result)
     command = "eplb simulate '<gamma>'"
     page = comparison_page(result, scenario, replays, conclusions(result), command)
     page.write(tmp_path / "out.html")
 
-    read = json.loads((tmp_path / "out.json").read_text())
+    read = json.loads(json.dumps(result))
     page = (tmp_path / "out.html").read_text()
     assert list(read["policies"]) == ["contiguous", "auto"]
     assert len(read["policies"]["auto"]["imbalance_series"]) == 3
@@ -226,7 +225,7 @@ def test_summary_and_the_page_hold_every_policy(tmp_path: Path) -> None:
     assert "<gamma>" not in page
     assert "<dt>command</dt><dd>eplb simulate &#x27;&lt;gamma&gt;&#x27;</dd>" in page
     assert '<script src="http' not in page
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html"]
 
 
 def simulate(*arguments: str) -> Result:
@@ -242,8 +241,8 @@ def simulate(*arguments: str) -> Result:
         (("generated:gamma", "--slots", "60"), "60 slots on live ranks for 64 experts"),
         (("generated:gamma", "--ranks", "2", "--nodes", "4"), "2 ranks on 4 nodes"),
         (("generated:gamma:layers=3", "--model", "mixtral-8x7b"), "the model 32 x 8"),
-        (("generated:gamma", "--window", "7"), "are for trace files"),
-        (("generated:gamma:layers=1,windows=2", "--json", "/nowhere/x.json"), "cannot be written"),
+        (("generated:gamma", "--window-tokens", "7"), "are for trace files"),
+        (("generated:gamma:layers=1", "--output", "/nowhere/x.json"), "cannot be written"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

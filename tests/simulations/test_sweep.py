@@ -396,7 +396,7 @@ def test_command_prints_the_best_rows_first_and_times(
     monkeypatch.setattr("api.cli.simulator.sweep.run_on_processes", in_process)
     load, page = "generated:v2-lite:windows=3,tokens=20000", tmp_path / "out.html"
     ran = command(
-        *(load, "--model", "deepseek-v2-lite", "--hardware", "h100", "--out", str(tmp_path)),
+        *(load, "--model", "deepseek-v2-lite", "--hardware", "h100", "--output", str(tmp_path)),
         *(
             "--redundant-per-rank",
             "0,1",
@@ -432,7 +432,7 @@ def test_command_prints_the_best_rows_first_and_times(
 def test_bad_sweep_is_one_sentence_and_exit_code_2(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    ran = command(LOAD.text, "--out", str(tmp_path), *arguments)
+    ran = command(LOAD.text, "--output", str(tmp_path), *arguments)
 
     assert ran.exit_code == 2
     assert message in ran.stderr

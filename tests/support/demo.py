@@ -107,7 +107,7 @@ class DemoProcess:
         given = {"state_dir": self.state_dir} | SMALL_DEMO
         given |= {name: value for name, value in settings.items() if name not in OPTIONS}
         command = [str(Path(sys.executable).with_name("eplb")), "demo", *flags]
-        command += ["--json", str(self._json)]
+        command += ["--output", str(self._json)]
         for name, value in options.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         command += [word for item in given.items() for word in ("--setting", "{}={}".format(*item))]

@@ -8,7 +8,7 @@ from typing import Any
 
 from api.monitor.monitor import Monitor
 from api.monitor.state import Reading, State
-from api.monitor.verdict import STALLED_AFTER_S, judged
+from api.monitor.verdict import judged
 from telemetry.state.store import StateStore
 
 _OF_STATE = {field.name for field in fields(State)}
@@ -21,7 +21,7 @@ def read(store: StateStore, now: float | None = None) -> Reading:
     return monitor.reading()
 
 
-def changed(seen: Reading, stalled_after_s: float = STALLED_AFTER_S, **changes: Any) -> Reading:
+def changed(seen: Reading, **changes: Any) -> Reading:
     """Give a reading with other values of its own fields or of its state, judged again."""
     if "ranks" in changes:
         silent = tuple(view.rank for view in changes["ranks"] if not view.is_alive)
@@ -31,4 +31,4 @@ def changed(seen: Reading, stalled_after_s: float = STALLED_AFTER_S, **changes: 
     state = replace(seen.state, **of_state)
     if state.token_time is not None:
         state = replace(state, token_age_s=state.time - state.token_time)
-    return judged(replace(seen, state=state, **others), stalled_after_s)
+    return judged(replace(seen, state=state, **others))

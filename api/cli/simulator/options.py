@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +16,14 @@ import typer
 
 from api.cli.options import HiddenLayers
 from api.engine_plan import RULES
+from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
-from simulations.pages.document import ReportPage, write_pictures
+from simulations.pages.document import ReportPage
 from simulations.step_time import HARDWARE
+from simulations.windows import Tokens, WindowSeries
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.table import WriteOptions, write_placement
 from telemetry.formats.types import Layers, PlacementFile
@@ -35,20 +39,23 @@ Trace = Annotated[
         "docs/simulator.md."
     ),
 ]
-OtherUs = Annotated[
-    float,
-    typer.Option(max=1e9, help="Microseconds of a layer outside of its experts."),
+Policies = Annotated[
+    str, typer.Option("--policy", help="Policies to compare; raw:NAME has no gate.")
 ]
+Ranks = Annotated[str, typer.Option(help="Ranks of groups to compare, as 16,32.")]
+RanksPerNode = Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")]
+RedundantPerRank = Annotated[str, typer.Option(help="Redundant slots of each rank to compare.")]
+Intervals = Annotated[
+    str, typer.Option("--every", help="Windows from one plan to the next, to compare.")
+]
+Past = Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")]
+PayBack = Annotated[
+    float, typer.Option(max=1e9, help="Seconds of serving within which a move must pay back.")
+]
+Overlap = Annotated[bool, typer.Option("--overlap", help="Two batches overlap communication.")]
 ExpertTimes = Annotated[
     Path | None,
     typer.Option(help="Measured times of experts, in place of those of the engine's kernel."),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Of the experts: {', '.join(PRECISIONS)}. If not given, that of the model's "
-        "checkpoint. It gives their memory, moves and times."
-    ),
 ]
 CARDS = ", ".join(sorted(HARDWARE))
 
@@ -58,20 +65,28 @@ class StepOptions:
     """The model, and how long its steps take."""
 
     model: Annotated[
-        str | None, typer.Option(help="A known model, for expert groups and bytes.")
+        str | None,
+        typer.Option(help="A known model: its expert groups, and sizes and bytes of its experts."),
     ] = None
     hardware: Annotated[
-        str | None,
-        typer.Option(help=f"Times of steps, for this card; needs --model. Known: {CARDS}."),
+        str | None, typer.Option(help=f"A card, for times of steps: {CARDS}; needs a model.")
     ] = None
-    precision: Precision = None
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of the experts: {', '.join(PRECISIONS)}. If not given, that of the model's "
+            "checkpoint. It gives their memory, moves and times."
+        ),
+    ] = None
     prefill: Annotated[
-        bool, typer.Option("--prefill", help="Tokens cross the network once for each node.")
+        bool,
+        typer.Option(
+            "--prefill", help="Steps of prefill: tokens cross the network once for each node."
+        ),
     ] = False
-    other_us: OtherUs = 0.0
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Two batches overlap communication.")
-    ] = False
+    other_us: Annotated[
+        float | None, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
+    ] = None
 
     def shape(self) -> ModelShape | None:
         """Return the known model; None: none is named.
@@ -79,10 +94,11 @@ class StepOptions:
         Raises:
             ConfigError: the model or the precision is not known.
         """
-        if self.model is None:
-            return None
-        known = preset(self.model)
-        return known if self.precision is None else known.with_precision(self.precision)
+        return None if self.model is None else self.at_precision(preset(self.model))
+
+    def at_precision(self, model: ModelShape) -> ModelShape:
+        """Return a model with experts of the precision that is asked for."""
+        return model if self.precision is None else model.with_precision(self.precision)
 
 
 @dataclass(frozen=True)
@@ -90,23 +106,15 @@ class PlotOptions:
     """Where a command writes its plots."""
 
     html: Annotated[Path | None, typer.Option("--html", help="Write a page of plots.")] = None
-    png: Annotated[
-        Path | None, typer.Option("--png", help="Write the plots into this folder, one PNG each.")
-    ] = None
 
     def write(self, page: Callable[[], ReportPage]) -> None:
-        """Write the page and its pictures, as far as they are asked for.
+        """Write the page if it is asked for.
 
         Raises:
-            ConfigError: a library is not installed, or a file cannot be written.
+            ConfigError: a library is not installed, or the file cannot be written.
         """
-        if self.html is None and self.png is None:
-            return
-        made = page()
         if self.html is not None:
-            made.write(self.html)
-        if self.png is not None:
-            write_pictures(self.png, made)
+            page().write(self.html)
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,11 @@ class EngineOptions:
         Path | None, typer.Option(help="Write the chosen placement as a file of --engine.")
     ] = None
     hidden_layers: HiddenLayers = None
+
+    @property
+    def name(self) -> str | None:
+        """The engine's name."""
+        return None if self.engine is None else self.engine.value
 
     def rule(self) -> DispatchRule:
         """Return the engine's rule; without an engine, tokens are split by weights.
@@ -157,6 +170,26 @@ class EngineOptions:
         notes = write_placement(file, self.engine.value, self.placement, options)
         written = f"placement: {self.placement}{file_digest(self.placement)}"
         return [*(f"note: {note}" for note in notes), written]
+
+
+@contextmanager
+def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Iterator[WindowSeries]:
+    """Give the load, whose windows a bar counts as they are replayed."""
+    total = None if load.num_windows is None else num_replays * load.num_windows
+    with progress("windows", total, is_shown=is_shown) as advance:
+        numbers = count(1)
+
+        def read() -> Iterator[Tokens]:
+            for tokens in load.read():
+                yield tokens
+                advance(next(numbers))
+
+        yield replace(load, read=read)
+
+
+def names_in(policies: str) -> tuple[str, ...]:
+    """Names of policies that commas separate."""
+    return tuple(name.strip() for name in policies.split(","))
 
 
 def command_line() -> str:

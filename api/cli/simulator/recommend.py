@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from api.cli.options import DeploymentName, JsonFile, Seed, numbers, with_options
+from api.cli.options import DeploymentName, ReportOptions, Seed, numbers, with_options
 from api.cli.simulator.options import (
-    CARDS,
     MAX_WINDOWS,
     EngineOptions,
     ExpertTimes,
-    OtherUs,
+    Intervals,
+    PayBack,
     PlotOptions,
-    Precision,
+    Policies,
+    Ranks,
+    RanksPerNode,
+    RedundantPerRank,
+    StepOptions,
     Trace,
     command_line,
+    names_in,
+    replayed,
 )
+from api.terminal.printable import print_plain
 from eplb.core.cost import CostModel
-from eplb.core.model import preset
 from simulations.inputs import kernel_of, model_named, model_of, windows_of
 from simulations.pages.of_commands import recommendation_page
 from simulations.recommend import (
     MemoryModel,
     Question,
-    Recommendation,
     Speculation,
+    batch_table,
+    candidate_table,
     part_of,
     recommend,
 )
-from simulations.report import figures_table, write_json
 from simulations.step_time import hardware_named
 from simulations.workloads import PREFIX
 from telemetry.formats.types import ReadOptions
 
+HARDWARE, OTHER_US = "h200", 100.0  # where the user tells none
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
+NUM_COLUMNS = 11  # of the table of candidates, in 80 characters
 STEP_TOKENS = 16_384  # tokens of a rank in a step of prefill
 
 
@@ -48,42 +54,14 @@ def recommend_command(
     trace: Trace,
     chosen_by: EngineOptions,
     plots: PlotOptions,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A known model: sizes and bytes of its experts. If not given, that of the store, "
-            "or the known model with as many layers and experts as the load."
-        ),
-    ] = None,
-    hardware: Annotated[str, typer.Option(help=f"A card: {CARDS}.")] = "h200",
-    precision: Precision = None,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            help="Ranks of groups to compare, as 16,32. If not given, those of the load, or 32."
-        ),
-    ] = None,
-    ranks_per_node: Annotated[
-        int | None,
-        typer.Option(
-            max=65_536, help="Ranks that share a node. If not given, as in the load, or 8."
-        ),
-    ] = None,
-    redundant: Annotated[
-        str,
-        typer.Option("--redundant-per-rank", help="Redundant slots of each rank to compare."),
-    ] = "0,1,2,4",
-    every: Annotated[str, typer.Option(help="Windows between plans to compare.")] = "1,4,16",
-    policy: Annotated[
-        str, typer.Option(help="Policies to compare, as eplb simulate has them.")
-    ] = "auto",
-    pay_back: Annotated[
-        float,
-        typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
-    ] = CostModel.pay_back_s,
-    prefill: Annotated[
-        bool, typer.Option("--prefill", help="Steps of prefill, and the time to the first token.")
-    ] = False,
+    timed: StepOptions,
+    report: ReportOptions,
+    ranks: Ranks = "",
+    ranks_per_node: RanksPerNode = 0,
+    redundant_per_rank: RedundantPerRank = "0,1,2,4",
+    every: Intervals = "1,4,16",
+    policy: Policies = "auto",
+    pay_back: PayBack = CostModel.pay_back_s,
     step_tokens: Annotated[
         int,
         typer.Option(min=1, max=10_000_000, help="Tokens of a rank in a step of prefill, at most."),
@@ -100,7 +78,6 @@ def recommend_command(
     kv_token_bytes: Annotated[
         float, typer.Option(max=1e9, help="KV cache of a token on a rank.")
     ] = 70_272.0,
-    other_us: OtherUs = 100.0,
     attention_share: Annotated[
         float | None,
         typer.Option(
@@ -133,29 +110,43 @@ def recommend_command(
     ] = Speculation.acceptance,
     deployment: DeploymentName = "demo",
     seed: Seed = 0,
-    json_file: JsonFile = None,
 ) -> None:
-    """Compare groups, redundancy and intervals on a load; print the best, and why."""
-    rule = chosen_by.rule()
+    """Compare groups, redundancy and intervals on a load; print the best, and why.
+
+    What neither the options nor the load tell is assumed, and printed first: the model by the shape
+    of the load, an h200, 32 ranks, 8 of them on a node, 60 s of serving in a window.
+    """
+    report.check()
+    rule, prefill = chosen_by.rule(), timed.prefill
     speculation = Speculation(drafts, acceptance)
-    card = hardware_named(hardware)
-    known = preset(model) if model is not None else None
+    card = hardware_named(timed.hardware or HARDWARE)
     load = windows_of(
-        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, known
+        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, timed.shape()
     )
-    shape, which = model_named(model, load)
-    if precision is not None:
-        shape = shape.with_precision(precision)
+    shape, which = model_named(timed.model, load)
+    shape = timed.at_precision(shape)
     model_of(shape, load, trace)
     at = load.deployment
     groups = numbers("--ranks", ranks or str(at.num_ranks or RANKS))
-    if ranks_per_node is None:
-        ranks_per_node = (at.num_ranks or 0) // (at.num_nodes or 1) or RANKS_PER_NODE
+    of_load = (at.num_ranks or 0) // (at.num_nodes or 1)
+    on_node = ranks_per_node or of_load or RANKS_PER_NODE
     seconds = window_seconds or at.window_s or WINDOW_S
+    other_us = OTHER_US if timed.other_us is None else timed.other_us
+    assumed = [
+        text
+        for text, is_told in (
+            (f"the model {which} (--model)", timed.model or at.model),
+            (f"the card {card.name} (--hardware)", timed.hardware),
+            (f"{groups[0]} ranks (--ranks)", ranks or at.num_ranks),
+            (f"{on_node} ranks on a node (--ranks-per-node)", ranks_per_node or of_load),
+            (f"{seconds:g} s of a window (--window-seconds)", window_seconds or at.window_s),
+        )
+        if not is_told
+    ]
     kernel = kernel_of(
         shape,
-        hardware,
-        engine=chosen_by.engine and chosen_by.engine.value,
+        card.name,
+        engine=chosen_by.name,
         expert_times=expert_times,
         is_prefill=prefill,
     )
@@ -164,10 +155,10 @@ def recommend_command(
         MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
         kernel,
         groups,
-        ranks_per_node,
-        numbers("--redundant-per-rank", redundant, least=0),
+        on_node,
+        numbers("--redundant-per-rank", redundant_per_rank, least=0),
         numbers("--every", every),
-        tuple(name.strip() for name in policy.split(",")),
+        names_in(policy),
         context=context,
         most_sequences=step_tokens if prefill else most_sequences,
         is_prefill=prefill,
@@ -181,81 +172,40 @@ def recommend_command(
         most_ms=most_ms,
         speculation=speculation,
     )
-    answer, source = recommend(question), kernel.source
-    if json_file is not None:
-        found = {
-            "expert_times": source,
-            "candidates": [one.as_json() for one in answer.candidates],
-            "unfit": [one.as_json() for one in answer.unfit],
-            "batches": [asdict(one) for one in answer.batches],
-            "sentences": answer.sentences(),
-        }
-        write_json(json_file, found)
-    plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
-    best = answer.best
+    is_shown = not report.json_output
+    with replayed(question.windows, question.most_replays, is_shown=is_shown) as counted:
+        answer = recommend(replace(question, windows=counted))
+    best, source = answer.best, kernel.source
     assert best.placement is not None, "the best candidate was replayed"
+    plots.write(lambda: recommendation_page(answer, Path(trace).name, source, command_line()))
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
-    console = Console()
-    console.print(_table(answer))
-    if answer.batches:
-        console.print(_batch_table(answer))
-    for sentence in (*answer.sentences(), *written):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-    assumed = [
+    stated = [
         f"model: {which}, experts in {shape.precision}; EP{', EP'.join(map(str, groups))} with "
-        f"{ranks_per_node} ranks a node on {hardware}; expert times: {source}",
+        f"{on_node} ranks a node on {card.name}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
         f"sequence (--context), {kv_token_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
         f"{dense_gb:g} GB a rank beside experts (--dense-gb); no queue or scheduler is modelled",
     ]
     if drafts:
-        assumed.append(
+        stated.append(
             f"a step verifies {speculation.verified} tokens of a sequence and gives "
             f"{speculation.given:.2f}; each draft takes a layer of the mean length"
         )
-    for sentence in assumed:
-        console.print(sentence, highlight=False, soft_wrap=True)
 
+    def show() -> None:
+        first = [f"assumed, as nothing tells: {'; '.join(assumed)}"] if assumed else []
+        tables = [candidate_table(answer).for_terminal(NUM_COLUMNS)]
+        tables += [batch_table(answer).for_terminal()] if answer.batches else []
+        print_plain(*first, *tables, *sentences)
 
-def _table(answer: Recommendation) -> Table:
-    """At most 80 columns wide: the ranks of attention are in the names of groups."""
-    batch = answer.question.unit[:3]
-    headings = ("slots", "policy", "every", batch, "KV GB", "imbal", "step ms", "links", "moves")
-    rows = (
-        (
-            one.group_short,
-            str(one.slots_per_rank),
-            one.policy,
-            str(one.interval or "-"),
-            str(one.sequences),
-            f"{one.kv_bytes / 1e9:.0f}",
-            f"{one.imbalance:.3f}",
-            f"{one.step_us / 1000:.1f}",
-            f"{one.links_part:.0%}",
-            f"{one.lost_part:.2%}",
-            f"{one.tokens_per_s:.0f}",
-        )
-        for one in answer.candidates
-    )
-    title = "candidates: parts of a step that links take, tokens/s of a rank"
-    return figures_table(title, "group", (*headings, "tok/s"), rows)
-
-
-def _batch_table(answer: Recommendation) -> Table:
-    """Of the best candidate: ms and tokens/s of a rank, by balance; 80 columns at most."""
-    of_what = "TTFT" if answer.question.is_prefill else "TPOT"
-    headings = ("tok/exp", "none ms", "ms", "least ms", "tok/s", "gain", "most")
-    rows = (
-        (
-            str(one.sequences),
-            f"{one.tokens_per_expert:.4g}",
-            *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
-            f"{one.planned_tokens_per_s:.0f}",
-            f"{one.gain:+.1%}",
-            f"{one.most_gain:+.1%}",
-        )
-        for one in answer.batches
-    )
-    title = f"batches of {answer.best.name}: ms: {of_what}; none: without balancing"
-    return figures_table(title, answer.question.unit[:3], headings, rows)
+    sentences = [*answer.sentences(), *written, *stated]
+    found = {
+        "assumed": assumed,
+        "expert_times": source,
+        "candidates": [one.as_json() for one in answer.candidates],
+        "unfit": [one.as_json() for one in answer.unfit],
+        "batches": [asdict(one) for one in answer.batches],
+        "sentences": sentences,
+    }
+    report.give(found, show)

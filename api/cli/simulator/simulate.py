@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from api.cli.options import DeploymentName, JsonFile, Seed, Steps, with_options
+from api.cli.options import DeploymentName, ReportOptions, Seed, Steps, with_options
 from api.cli.simulator.options import (
     MAX_WINDOWS,
     EngineOptions,
     ExpertTimes,
+    Overlap,
+    Past,
+    PayBack,
     PlotOptions,
+    Policies,
     StepOptions,
     Trace,
     command_line,
+    names_in,
+    replayed,
 )
+from api.terminal.printable import print_plain
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
 from simulations.failures import failures_of
@@ -27,7 +33,7 @@ from simulations.migration_cost import MigrationCost
 from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, chosen_of, replay_all
-from simulations.report import conclusions, limit_of, summary, table, write_json
+from simulations.report import comparison_table, conclusions, limit_of, summary
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
@@ -40,6 +46,7 @@ def simulate(
     chosen_by: EngineOptions,
     plots: PlotOptions,
     timed: StepOptions,
+    report: ReportOptions,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -60,17 +67,15 @@ def simulate(
             max=1_048_576, help="Slots of a layer, all ranks together; 1.25 x experts if not given."
         ),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help="Policies to compare; raw:NAME has no gate.")
-    ] = "contiguous,greedy,auto",
-    window: Annotated[
+    policy: Policies = "contiguous,greedy,auto",
+    window_tokens: Annotated[
         int | None,
         typer.Option(
             max=1_000_000_000,
             help="Tokens in a window of a trace; 4096, or fewer for 24 windows, if not given.",
         ),
     ] = None,
-    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
+    past: Past = 16,
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
@@ -92,15 +97,13 @@ def simulate(
     max_moves: Annotated[
         int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
-    target: Annotated[
+    target_imbalance: Annotated[
         float, typer.Option(max=1e6, help="Imbalance at which a layer is not changed.")
     ] = 1.02,
-    pay_back: Annotated[
-        float,
-        typer.Option(max=1e9, help="Seconds of serving within which a move must pay back."),
-    ] = CostModel.pay_back_s,
+    pay_back: PayBack = CostModel.pay_back_s,
     steps: Steps = None,
     expert_times: ExpertTimes = None,
+    overlap: Overlap = False,
     port_ranks: Annotated[
         int, typer.Option(max=1024, help="Neighbours of a node that share a network port.")
     ] = 1,
@@ -109,20 +112,20 @@ def simulate(
     ] = False,
     deployment: DeploymentName = "demo",
     seed: Seed = 0,
-    json_file: JsonFile = None,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(help="End with exit code 1 where this holds, for example 'imbalance>1.1'."),
     ] = None,
 ) -> None:
     """Plan on past windows, judge on the next one, and count what moved and what it took."""
+    report.check()
     register_peers()
     rule = chosen_by.rule()
     limits = [limit_of(text) for text in fail_if or ()]
     shape = timed.shape()
     options = ReadOptions(
         num_experts=experts,
-        window_tokens=window,
+        window_tokens=window_tokens,
         max_windows=MAX_WINDOWS,
         deployment=deployment,
     )
@@ -142,44 +145,40 @@ def simulate(
             topology,
             timed.hardware or "h200",
             expert_times,
-            engine=chosen_by.engine and chosen_by.engine.value,
+            engine=chosen_by.name,
             is_prefill=timed.prefill,
-            other_us=timed.other_us,
-            is_overlapped=timed.overlap,
+            other_us=timed.other_us or 0.0,
+            is_overlapped=overlap,
             port_ranks=port_ranks,
         )
         price = MigrationCost(step_model.model, step_model.hardware)
-    scenario = Scenario(
-        topology,
-        fitted,
-        Budget(max_moves=max_moves, target_imbalance=target),
-        CostModel(pay_back_s=pay_back),
-        seed,
-        past,
-        plan_every=every,
-        load=load,
-        dispatch=rule,
-        step_model=step_model,
-        migration=price,
-    )
-    replays = replay_all(scenario, [name.strip() for name in policy.split(",")])
+    with replayed(load, is_shown=not report.json_output) as windows:
+        scenario = Scenario(
+            topology,
+            fitted,
+            Budget(max_moves=max_moves, target_imbalance=target_imbalance),
+            CostModel(pay_back_s=pay_back),
+            seed,
+            past,
+            plan_every=every,
+            load=windows,
+            dispatch=rule,
+            step_model=step_model,
+            migration=price,
+        )
+        replays = replay_all(scenario, names_in(policy))
     result = summary(Path(trace).name, scenario, replays)
     sentences = conclusions(result)
-    if failures:
-        chosen = chosen_of(replays)
-        costs = failures_of(scenario, chosen.last_placement)
-        result["failures"] = {"of": chosen.policy, "found": [asdict(one) for one in costs]}
-        sentences += [f"{chosen.policy}, {one.sentence()}" for one in costs]
-    console = Console()
-    console.print(table(result))
-    if json_file is not None:
-        write_json(json_file, result)
-    plots.write(lambda: comparison_page(result, scenario, replays, sentences, command_line()))
     best = chosen_of(replays)
+    if failures:
+        costs = failures_of(scenario, best.last_placement)
+        result["failures"] = {"of": best.policy, "found": [asdict(one) for one in costs]}
+        sentences += [f"{best.policy}, {one.sentence()}" for one in costs]
+    plots.write(lambda: comparison_page(result, scenario, replays, sentences, command_line()))
     about = {"source": Path(trace).name, "policy": best.policy}
     sentences += chosen_by.write(best.last_placement, ranks, fitted, about)
-    for sentence in sentences:
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    result["sentences"] = sentences
+    report.give(result, lambda: print_plain(comparison_table(result).for_terminal(), *sentences))
     broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]
     for sentence in broken:
         typer.echo(sentence, err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
@@ -11,26 +10,31 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from api.cli.options import AsJson, DeploymentName, Steps, numbers, with_options
 from api.cli.simulator.options import (
     MAX_WINDOWS,
+    Intervals,
+    Overlap,
+    Past,
     PlotOptions,
+    Policies,
+    Ranks,
+    RanksPerNode,
+    RedundantPerRank,
     StepOptions,
     Trace,
     command_line,
+    names_in,
 )
-from api.terminal.printable import print_error
+from api.terminal.printable import print_error, print_plain
+from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, counted
 from simulations.inputs import model_of, windows_of
 from simulations.pages.of_commands import sweep_page
 from simulations.peers import register_peers
 from simulations.replay import check_names
-from simulations.report import figures_table
 from simulations.step_time import hardware_named
 from simulations.sweep.grid import (
     Generated,
@@ -41,7 +45,7 @@ from simulations.sweep.grid import (
     software,
     tasks_of,
 )
-from simulations.sweep.results import Results, Row
+from simulations.sweep.results import Results, rows_table
 from simulations.sweep.run import (
     TASK_S,
     Executor,
@@ -57,7 +61,7 @@ from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
 MOST_SHOWN = 20  # rows of the terminal's table
-COLUMNS = ("EP", "slots", "every", "dispatch", "seed", "imbalance", "experts", "tok/s")
+NUM_COLUMNS = 9  # of 80 characters
 
 
 class ExecutorName(Enum):
@@ -72,19 +76,21 @@ def sweep_command(
     trace: Trace,
     plots: PlotOptions,
     timed: StepOptions,
-    out: Annotated[Path, typer.Option(help="Folder of the results; run again to go on.")],
-    ranks: Annotated[str, typer.Option(help="Ranks of groups, as 16,32.")] = "8",
-    ranks_per_node: Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")] = 8,
-    redundant: Annotated[
-        str, typer.Option("--redundant-per-rank", help="Redundant slots of each rank.")
-    ] = "0,1,2",
-    every: Annotated[str, typer.Option(help="Windows from one plan to the next.")] = "1,4,16",
-    policy: Annotated[str, typer.Option(help="Policies, as eplb simulate has them.")] = "none,auto",
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="Folder of the results; run again to go on."),
+    ],
+    ranks: Ranks = "8",
+    ranks_per_node: RanksPerNode = 8,
+    redundant_per_rank: RedundantPerRank = "0,1,2",
+    every: Intervals = "1,4,16",
+    policy: Policies = "none,auto",
     dispatch: Annotated[
         str, typer.Option(help="How engines choose replicas: weighted, even, sglang_static, ...")
     ] = "weighted",
     seed: Annotated[str, typer.Option(help="Seeds of generated load and of planners.")] = "0",
-    past: Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")] = 16,
+    past: Past = 16,
+    overlap: Overlap = False,
     steps: Steps = None,
     executor: Annotated[
         ExecutorName, typer.Option(help="Processes of this host, or a Ray cluster.")
@@ -99,36 +105,35 @@ def sweep_command(
     json_output: AsJson = False,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
-    times = (timed.model, timed.hardware, timed.prefill, timed.other_us, timed.overlap)
+    times = (timed.model, timed.hardware, timed.prefill, timed.other_us or 0.0, overlap)
     settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision)
     load = _load(trace, steps, timed, deployment)
     register_peers()
-    policies = tuple(name.strip() for name in policy.split(","))
+    policies = names_in(policy)
     check_names(policies)
     tasks = tasks_of(
         replace(settings, load=load.digest),
         ranks=numbers("--ranks", ranks),
-        redundant=numbers("--redundant-per-rank", redundant, least=0),
+        redundant=numbers("--redundant-per-rank", redundant_per_rank, least=0),
         intervals=numbers("--every", every, most=1_000_000),
         policies=policies,
         dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
         seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
     )
-    results = Results(out)
+    results = Results(output)
     execute = _executor(executor, workers)
     if executor is ExecutorName.PROCESSES:
-        load = on_this_host(load, out)
-    run = partial(sweep, load, tasks, results, execute, task_s=task_minutes * 60)
-    done = _with_progress(run, len(tasks), is_shown=not json_output)
+        load = on_this_host(load, output)
+    with progress("tasks", len(tasks), is_shown=not json_output) as advance:
+        done = sweep(load, tasks, results, execute, advance, task_s=task_minutes * 60)
     best_first = sorted(done.rows, key=lambda row: row.order)
     plots.write(lambda: sweep_page(best_first, Path(trace).name, command_line()))
     if json_output:
         typer.echo(dumps(_as_json(done), indent=2))
     else:
-        skipped = f"{len(done.rows)} rows, {done.num_skipped} of them from earlier runs"
-        console = Console()
-        console.print(_table(best_first))
-        console.print(f"{done.table}: {skipped}", highlight=False, markup=False, soft_wrap=True)
+        skipped = f"{counted(len(done.rows), 'row')}, {done.num_skipped} of them from earlier runs"
+        table = rows_table(best_first, MOST_SHOWN).for_terminal(NUM_COLUMNS)
+        print_plain(table, f"{done.table}: {skipped}")
     for failure in done.failures:
         print_error(f"{_words(failure.task)}: {failure.reason}")
     if done.failures or any(row.failed for row in done.rows):
@@ -167,25 +172,10 @@ def _executor(executor: ExecutorName, workers: int | None) -> Executor:
     return run_on_ray
 
 
-def _with_progress(
-    run: Callable[[Callable[[int], None]], Sweep], num_tasks: int, *, is_shown: bool
-) -> Sweep:
-    with Progress(
-        TextColumn("tasks"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not is_shown,
-    ) as progress:
-        bar = progress.add_task("", total=num_tasks)
-        return run(lambda count: progress.update(bar, completed=count))
-
-
 def _words(task: SweepTask) -> str:
     return (
-        f"{task.policy} on {task.ranks} ranks, {task.redundant} redundant, every {task.interval}, "
-        f"{task.dispatch}, seed {task.seed}"
+        f"{task.policy} on {counted(task.ranks, 'rank')}, {task.redundant} redundant, "
+        f"every {task.interval}, {task.dispatch}, seed {task.seed}"
     )
 
 
@@ -200,11 +190,3 @@ def _as_json(done: Sweep) -> dict[str, object]:
         ],
         "rows": [asdict(row) for row in done.rows],
     }
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    """The best rows, in 80 columns."""
-    shown = [row.cells() for row in rows[:MOST_SHOWN]]
-    title = f"the best {MOST_SHOWN} of {len(rows)}" if len(rows) > MOST_SHOWN else ""
-    of_rows = ([one["policy"], *(one[name] for name in COLUMNS)] for one in shown)
-    return figures_table(title, "policy", COLUMNS, of_rows)

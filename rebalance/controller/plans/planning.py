@@ -155,7 +155,6 @@ class Planning:
             budget=settings.budget,
             policy=policy,
             cost=self._cost(group, settings),
-            seed=settings.seed,
             unseen=unseen,
             record=track.record,
             objective=settings.request.objective,
@@ -338,7 +337,7 @@ def _parts(
     group: ServingGroup, windows: Sequence[Window], decode_weight: float
 ) -> list[list[Window]]:
     """The windows of each phase, where they are weighed apart; none of them is empty."""
-    if not decode_weight or group.phase is not None:
+    if not decode_weight:
         return [list(windows)]
     return [part for part in apart(group.folder, windows) if part]
 
@@ -371,10 +370,9 @@ def _summed(windows: Sequence[Window]) -> LoadHistory:
 
 def _history(group: ServingGroup, windows: Sequence[Window], decode_weight: float) -> LoadHistory:
     """Complete windows as a plan looks at them."""
-    parts = None
-    if decode_weight and group.phase is None:
-        parts = apart(group.folder, windows)
-    found = weighted(parts, decode_weight) if parts else _summed(windows)
+    if not decode_weight:
+        return _summed(windows)
+    found = weighted(apart(group.folder, windows), decode_weight)
     assert found is not None, "there is a window"
     return found
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 import eplb
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, reason_of
 from rebalance.engines.common.fsck.check import (
     EngineView,
     PlacementCheck,
@@ -49,8 +49,7 @@ from rebalance.engines.common.fsck.check import (
     digests_of,
 )
 from rebalance.engines.common.fsck.report import CONFORMANCE, Fault
-from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.start import reason_of
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
 
 log = logging.getLogger(__name__)
@@ -370,16 +369,16 @@ def report(engine: str, verdicts: Sequence[LayerVerdict], not_run: Mapping[str, 
     return "\n".join(lines)
 
 
-def to_json(verdicts: Sequence[LayerVerdict], **about: Any) -> str:
-    """The report for a program."""
-    return json.dumps(about | {"layers": [asdict(one) for one in verdicts]}, indent=1)
+def to_json(verdicts: Sequence[LayerVerdict]) -> str:
+    """The verdicts of a rank, for the process that asked for them."""
+    return json.dumps([asdict(one) for one in verdicts])
 
 
 def from_json(text: str) -> list[LayerVerdict]:
     """The verdicts of ``to_json``."""
     return [
         LayerVerdict(**one | {name: tuple(one[name]) for name in ("tensors", "faults")})
-        for one in json.loads(text)["layers"]
+        for one in json.loads(text)
     ]
 
 
@@ -388,7 +387,12 @@ DEADLINE_S = 600.0  # for a rank to come to a collective of a case
 
 
 def verdicts_of(
-    engine: str, names: Sequence[str] = (), *, num_moves: int, seed: int
+    engine: str,
+    names: Sequence[str] = (),
+    *,
+    num_moves: int,
+    seed: int,
+    advance: Callable[[int], object] = lambda finished: None,
 ) -> tuple[str, list[LayerVerdict], dict[str, str]]:
     """The engine and its surroundings in a line, verdicts, and what is not run here, with reasons.
 
@@ -397,6 +401,7 @@ def verdicts_of(
         names: of cases; none: all.
         num_moves: in a row.
         seed: of maps and weights.
+        advance: gets the number of cases that are finished.
 
     Raises:
         ConfigError: the engine is not installed here, or an unknown case.
@@ -410,11 +415,10 @@ def verdicts_of(
     for name in names:
         if name not in bench.CASES:
             raise ConfigError(f"no case {name!r}, expected one of: {', '.join(bench.CASES)}")
-    found = [
-        verdict
-        for name in names or bench.CASES
-        for verdict in _of_case(engine, name, num_moves=num_moves, seed=seed)
-    ]
+    found = []
+    for finished, name in enumerate(names or bench.CASES, 1):
+        found += _of_case(engine, name, num_moves=num_moves, seed=seed)
+        advance(finished)
     about = (
         f"{engine} {version(engine)}, eplb {eplb.__version__}, torch {torch.__version__} on "
         f"{RANKS} ranks of a CPU with gloo, {num_moves} moves in a row, seed {seed}"

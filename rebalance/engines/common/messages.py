@@ -1,4 +1,4 @@
-"""What a rank of an engine and its process at the store tell each other.
+"""What a rank of an engine and its process at the store send each other.
 
 As bytes a message is a line of JSON, and the plain contents of its arrays after it: nothing that is
 read is executed, and the step copies an array once.
@@ -124,13 +124,13 @@ class LinkReport:
 
 
 # From the rank, and to the rank.
-Told = Sample | MapChange | Noted | MoveOutcome | PassWindow | PlanQuestion
+ToStore = Sample | MapChange | Noted | MoveOutcome | PassWindow | PlanQuestion
 Reply = LinkReport | PlanQuestion | PlannerAnswer
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(Told | Reply), SampleOrigin)}
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(ToStore | Reply), SampleOrigin)}
 NESTED: dict[str, Any] = {"info": RunInfo, "question": PlanQuestion}
 
 
-def to_bytes(message: Told | Reply | SampleOrigin) -> bytes:
+def to_bytes(message: ToStore | Reply | SampleOrigin) -> bytes:
     """Pack a message.
 
     Raises:

@@ -1,88 +1,66 @@
-"""The records of an engine's experts: offered once after the load, and given back when lost.
+"""The records of an engine's experts: kept from the load on, and given back when lost.
 
-A record is the tensors of one expert as the engine's kernels read them, one after the other: what
-its processing after the load has left (fused, requantised, swizzled), and never the bytes of a
-checkpoint. Each expert is offered by the first rank that holds it, before anything has moved. The
-host cache is that of ``eplb host-cache``, else one in the first rank of each host
-(``rebalance/weights/cache/engine_records.py``, ``rebalance/stage/kept_records.py``).
+Each expert is offered by the first rank that holds it, before anything has moved. The host cache is
+that of ``eplb host-cache``, else one in the first rank of each host.
+
+An engine moves experts between its own ranks. What its ranks have lost, or send wrong or late, is
+staged as in a rank of ours: the sources have the same order, and each record is checked before it
+is used. The engine copies it to the slot itself.
 
 Shapes:  L MoE layers, E experts, S slots, R ranks, C slots of this rank.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
-from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from eplb.core.placement import EMPTY
+from eplb.core.topology import Topology
 from eplb.errors import MigrationError
+from eplb.migration.build import Move, Source
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import reason_of
-from rebalance.stage.kept_records import KeptRecords
-from rebalance.types import Digest, Record
+from rebalance.stage.lanes import Pull
+from rebalance.stage.mover import no_ranks
+from rebalance.stage.source_choice import SourceChoice
+from rebalance.stage.stage_settings import StageSettings
+from rebalance.stage.stager import Stager
+from rebalance.threads.waiting import WAIT_S
+from rebalance.types import Digest, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
 from rebalance.weights.cache.engine_records import EngineRecordsClient, address_of
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.record_file import RecordOrigin
-from runtime.group import first_refusal, gathered
-from runtime.memory import SharedArena, digest, whole_pages
+from rebalance.weights.expert_records import (
+    Tensors,
+    bytes_of,
+    digest_of,
+    offer,
+    origin_of,
+    rows_of,
+    together,
+    write,
+)
+from rebalance.weights.sources import WeightSources
+from runtime.group import gathered
+from runtime.memory import SharedArena
 
 CONNECT_S = 5.0
-OFFER_S = 120.0  # for one batch, a slow disk included
-BATCH_BYTES = 2**26
 NUM_READERS = 2  # threads in a rank that read the disk; most of the time they wait
 NOBODY = -1  # in place of an expert, or of a rank
-WORD_BYTES = 8  # a record is a whole number of them for its digest
-
-T = TypeVar("T")
-Tensors = Sequence[torch.Tensor]  # the tensors of one expert, one from each of the layer's weights
 
 log = logging.getLogger(__name__)
-
-
-def rows_of(weights: Tensors, row: int) -> Tensors:
-    """The tensors of one slot of a layer."""
-    return [weight[row] for weight in weights]
-
-
-def num_bytes_of(tensors: Tensors) -> int:
-    """Bytes of the record of these tensors."""
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def bytes_of(tensors: Tensors) -> torch.Tensor:
-    """[n] the record, on the device of its tensors."""
-    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
-
-
-def write(record: torch.Tensor, tensors: Tensors) -> None:
-    """Copy a record, or one with padding behind it, into the tensors of a slot."""
-    at = 0
-    for tensor in tensors:
-        # A copy is aligned to any type; a part of a record is not.
-        part = record[at : at + tensor.nbytes].clone()
-        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
-        at += tensor.nbytes
-
-
-def digest_of(record: torch.Tensor) -> Digest:
-    """The digest of a record of any length; zeros behind it do not change it."""
-    padding = -len(record) % WORD_BYTES
-    if padding:
-        record = torch.cat([record, record.new_zeros(padding)])
-    plain, weighted = digest(record)
-    return plain, weighted
 
 
 def slot_digests(weights: Tensors) -> torch.Tensor:
@@ -123,18 +101,30 @@ class Kept:
     """The records of a model that the host cache keeps, and the host cache if it is in this rank.
 
     Thread-safe: a rank moves experts on one thread, and repairs slots from another.
+
+    Args:
+        client: of the host cache, which fills itself from other hosts and from disk.
+        server: the host cache, if it is in this rank.
+        digests: [L, E, 2] of every expert at the load.
     """
 
     def __init__(
         self, client: EngineRecordsClient, server: HostCacheServer | None, digests: torch.Tensor
     ) -> None:
-        self._client, self.server, self._lock = client, server, Lock()
-        self._is_closed = False
-        self.records = KeptRecords(client, digests, client.record_bytes)
+        self._client, self.server, self._lock = client, server, threading.Lock()
+        self._is_closed, self._digests = False, digests
+        sources = WeightSources(None, client)
+        alone = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=1)
+        choice = SourceChoice(0, alone, sources.readable, no_ranks)
+        self._stager = Stager(sources, choice, digests, StageSettings(), time.monotonic)
+        self.figures = self._stager.figures
+        # No rank's slots are a source here: each layer's map is empty.
+        self._no_slots = np.full((len(digests), 1), EMPTY, dtype=np.int32)
+        self._into = SharedArena("eplb-record", client.record_bytes).bytes
 
     def digest_of(self, layer: int, expert: int) -> Digest:
         """The digest of an expert's record at the load."""
-        plain, weighted = self.records.digests[layer, expert].tolist()
+        plain, weighted = self._digests[layer, expert].tolist()
         return plain, weighted
 
     def is_right(self, layer: int, expert: int, tensors: Tensors) -> bool:
@@ -163,10 +153,19 @@ class Kept:
         Raises:
             MigrationError: none of them has right bytes.
         """
+        move = Move(layer, expert, dst_slot=0, source=Source.HOST)
         with self._lock:
             if self._is_closed:  # the client would connect again
                 raise MigrationError("the records of this rank are closed")
-            return self.records.bring((layer, expert)).clone()
+            try:
+                self._stager.preload([(move, self._no_slots)], always)
+                for wait in self._stager.stage([Pull(move, self._into, self._no_slots)], always):
+                    threading.Event().wait(max(0.0, min(WAIT_S, wait.until - time.monotonic())))
+            finally:
+                for _ in self._stager.drain():
+                    pass
+                self._client.release([(layer, expert)])
+            return self._into.clone()
 
     def restore(self, layer: int, expert: int, tensors: Tensors) -> bool:
         """Write the record of an expert into a slot that lacks it; whether there is one."""
@@ -230,23 +229,6 @@ def capture(
     return Kept(client, server, digests)
 
 
-def together(act: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Act on every rank, and go on where all have succeeded.
-
-    Raises:
-        MigrationError: on all ranks alike, with the reason of the first that failed.
-    """
-    refusal = ""
-    try:
-        done = act()
-    except Exception as exc:  # told to the other ranks, which wait in the next collective
-        log.debug("records", exc_info=True)
-        refusal = reason_of(exc)
-    if why_not := first_refusal(refusal, group):
-        raise MigrationError(why_not)
-    return done
-
-
 def _probe(place: HostCacheAddress | None) -> None:
     """Refuse where no ``eplb host-cache`` answers, before weights are read for it."""
     if place is None:
@@ -272,23 +254,6 @@ def _first_held(held: NDArray[np.int64], rank: int, num_own: int) -> dict[Record
             if row.index(row[slot]) == slot:
                 found[layer, row[slot]] = slot - rank * num_own
     return found
-
-
-def origin_of(weights: list[Tensors], digests: torch.Tensor, model: str) -> RecordOrigin:
-    """Name the records by their bytes: what is kept of other weights is never taken for these."""
-    sizes = {num_bytes_of(rows_of(layer, 0)) for layer in weights}
-    if len(sizes) != 1:
-        raise MigrationError(f"layers have records of {sorted(sizes)} bytes, expected one size")
-    kinds = repr([(tuple(one.shape[1:]), str(one.dtype)) for one in weights[0]])
-    contents = hashlib.blake2b(model.encode(), digest_size=16)
-    contents.update(digests.numpy().tobytes())
-    return RecordOrigin(
-        hashlib.blake2b(kinds.encode(), digest_size=16).hexdigest(),
-        contents.hexdigest(),
-        num_layers=digests.shape[0],
-        num_experts=digests.shape[1],
-        record_bytes=whole_pages(sizes.pop()),
-    )
 
 
 def _attached(
@@ -331,46 +296,3 @@ def _attached(
 
     server = together(make_server, group)
     return together(attach, group), server
-
-
-def offer(
-    client: EngineRecordsClient,
-    weights: list[Tensors],
-    digests: torch.Tensor,
-    own: dict[Record, int],
-    record_bytes: int,
-) -> None:
-    """Offer records as far as the host cache lacks them.
-
-    Args:
-        client: of the host cache.
-        weights: [L] of the tensors [C, ...] of each layer.
-        digests: [L, C, 2] of the slots.
-        own: the records, and the slot of each.
-        record_bytes: in whole pages.
-    """
-    lacking = client.lacks(list(own), deadline_s=OFFER_S)
-    at_once = max(1, min(len(lacking), BATCH_BYTES // record_bytes))
-    num_kept: dict[str, int] = {"memory": 0, "disk": 0, "": 0}
-    with closing(SharedArena("eplb-offer", at_once * record_bytes)) as arena:
-        entries = arena.bytes.view(-1, record_bytes)
-        for start in range(0, len(lacking), len(entries)):
-            offered: list[tuple[Record, Digest]] = []
-            for entry, (layer, expert) in zip(entries, lacking[start:], strict=False):
-                row = own[layer, expert]
-                record = bytes_of(rows_of(weights[layer], row))
-                entry[: len(record)] = record
-                plain, weighted = digests[layer, row].tolist()
-                offered.append(((layer, expert), (plain, weighted)))
-            for place in client.offer(offered, arena, deadline_s=OFFER_S):
-                num_kept[place] += 1
-    client.hint([record for record in own if record not in set(lacking)])
-    log.info(
-        "records of %d experts: %d were kept already, %d are in memory now, %d on disk alone, "
-        "%d nowhere",
-        len(own),
-        len(own) - len(lacking),
-        num_kept["memory"],
-        num_kept["disk"],
-        num_kept[""],
-    )

@@ -4,6 +4,8 @@ All ranks of a group have the plug-in with the same settings, or none of them us
 without the plug-in takes part in no collective of ours, so this must not be one: each rank writes a
 line into the key-value store under its process group, and the first that has all lines, or has
 waited long enough, writes the decision that all others read.
+
+A gauge shows which parts of the plug-in are on in a process.
 """
 
 from __future__ import annotations
@@ -15,24 +17,59 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import eplb
-from eplb.errors import ConfigError, EplbError, RankError
+from eplb.errors import ConfigError, RankError, reason_of
 from eplb.packages import PACKAGES, check_packages
 from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE, PROFILE_NAME
-from rebalance.engines.common.gauge import set_part
 
 if TYPE_CHECKING:
     from rebalance.engines.common.plugin_settings import PluginSettings
 
 log = logging.getLogger(__name__)
 
+GAUGE = "eplb_engine_plugin_loaded"
 PREFIX = "eplb-plugin"
 REFUSED = "refused: "  # before the reason of a rank that cannot take part
 LOG_FORMAT = "EPLB %(levelname)s %(asctime)s [%(process)d] %(message)s"
+
+
+@cache
+def plugin_gauge() -> Any:
+    """The gauge of this process; None where there is none."""
+    # Late: an engine brings prometheus_client; a process without it has the log line alone.
+    try:
+        from prometheus_client import Gauge
+
+        return Gauge(
+            GAUGE,
+            "1 while a part of the EPLB plug-in works in this process, else 0",
+            ["engine", "part"],
+            multiprocess_mode="liveall",  # each process of the engine has its own value
+        )
+    except Exception as exc:
+        log.warning("the gauge %s cannot be made: %s", GAUGE, exc)
+        return None
+
+
+_parts: dict[str, bool] = {}  # the parts of this process, which runs one engine
+
+
+def parts_off() -> list[str]:
+    """Parts that are off, or have found a fault."""
+    return sorted(part for part, is_on in _parts.copy().items() if not is_on)
+
+
+def set_part(engine: str, part: str, *, is_on: bool) -> None:
+    """Set the gauge of one part."""
+    _parts[part] = is_on
+    gauge = plugin_gauge()
+    if gauge is not None:
+        gauge.labels(engine, part).set(int(is_on))
 
 
 def show_log() -> None:
@@ -78,11 +115,6 @@ def load_plugin(
         return False
     log.info("EPLB plug-in loaded for deployment %r", settings.deployment.name)
     return True
-
-
-def reason_of(exc: Exception) -> str:
-    """What failed, in one sentence."""
-    return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
 
 
 def facts_of(engine: str, settings: PluginSettings) -> str:

@@ -49,7 +49,7 @@ from rebalance.engines.common.messages import (
     Reply,
     Sample,
     SampleOrigin,
-    Told,
+    ToStore,
     from_bytes,
     to_bytes,
 )
@@ -78,7 +78,7 @@ class StoreLink:
 
     Args:
         identity: of the rank.
-        reply: tells the rank something.
+        reply: sends a message to the rank.
     """
 
     def __init__(self, identity: SampleOrigin, reply: Callable[[Reply], None]) -> None:
@@ -101,18 +101,18 @@ class StoreLink:
         self._holder, self._has_run, self._next_look = new_holder(), False, 0.0
         self._next_control = 0.0
         self._num_failures = self._num_errors = 0
-        self._report = LinkReport(False, self._unread, -1)  # as the rank was told it: not yet
-        self._telling = Lock()
+        self._report = LinkReport(False, self._unread, -1)  # the last one; none was sent yet
+        self._reporting = Lock()
         self._end = Event()
         self._planning = PlannerLink(identity, self) if identity.planner else None
         self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
         self._thread.start()
 
-    def take(self, told: Told) -> None:
-        """Queue what the rank has told."""
-        if self._planning is not None and self._planning.takes(told):
+    def take(self, message: ToStore) -> None:
+        """Queue a message of the rank."""
+        if self._planning is not None and self._planning.takes(message):
             return
-        self._queues[type(told)].append(told)
+        self._queues[type(message)].append(message)
 
     def close(self) -> None:
         """End the thread, and write what still waits if the store answers."""
@@ -128,13 +128,13 @@ class StoreLink:
             try:
                 self._turn(is_last=is_last)
                 pause_s, wait_s = FIRST_PAUSE_S, TICK_S
-                self._tell(is_on=self._reaches_the_store())
+                self._send_report(is_on=self._reaches_the_store())
             except Exception as exc:
                 level = logging.WARNING if isinstance(exc, (EplbError, OSError)) else logging.ERROR
                 if wait_s == TICK_S:
                     log.log(level, "the store cannot be used: %s; the engine serves on", exc)
                 self._num_failures += 1
-                self._tell(is_on=False, why_kept=self._unread)
+                self._send_report(is_on=False, why_kept=self._unread)
                 pause_s, wait_s = min(2 * pause_s, LONGEST_PAUSE_S), pause_s
         if self._reporter is not None:
             with suppress(EplbError):
@@ -168,8 +168,8 @@ class StoreLink:
         """Why nothing may move while the store does not answer; rank 0 decides for all."""
         return UNREAD if self._identity.is_first else ""
 
-    def _tell(self, **changes: Any) -> None:
-        with self._telling:
+    def _send_report(self, **changes: Any) -> None:
+        with self._reporting:
             report = replace(self._report, num_failures=self._num_failures, **changes)
             if report != self._report:
                 self._report = report
@@ -180,7 +180,7 @@ class StoreLink:
 
         A plan's outcome comes from the ranks, with the map.
         """
-        self._tell(plans=not outcome.error)
+        self._send_report(plans=not outcome.error)
         if not record:
             self._outcomes.append(outcome)
         self._reply(PlannerAnswer(outcome.question, np.frombuffer(record, dtype=np.uint8)))
@@ -286,7 +286,7 @@ class StoreLink:
             store.announce(Announcement(CONTROLLER, holder))
         # A switch of the whole deployment is one of each group.
         kept = why_kept(store) or ("" if self._whole is None else why_kept(self._whole))
-        self._tell(why_kept=kept, is_on=self._reaches_the_store())
+        self._send_report(why_kept=kept, is_on=self._reaches_the_store())
         if lease is None:
             self._leases.pop("controller", None)
             return
@@ -337,15 +337,15 @@ class PlannerLink:
         self._thread = Thread(target=self._run, name="eplb-planning", daemon=True)
         self._thread.start()
 
-    def takes(self, told: Told) -> bool:
+    def takes(self, message: ToStore) -> bool:
         """Queue what a planner needs; whether it is for the planner alone."""
-        if isinstance(told, PassWindow):
-            self._windows.append(told)
-        elif isinstance(told, PlanQuestion):
-            if told.task_id or told not in self._questions:  # an interval asks once
-                self._questions.append(told)
+        if isinstance(message, PassWindow):
+            self._windows.append(message)
+        elif isinstance(message, PlanQuestion):
+            if message.task_id or message not in self._questions:  # an interval asks once
+                self._questions.append(message)
         else:
-            if isinstance(told, (MapChange, MoveOutcome)):
+            if isinstance(message, (MapChange, MoveOutcome)):
                 self._given = None
             return False
         return True
@@ -428,7 +428,7 @@ def serve(connection: Connection) -> None:
     """Serve a rank until its end of the connection is closed."""
 
     def reply(what: Reply) -> None:
-        with suppress(OSError):  # the rank is gone; what it has told is still written
+        with suppress(OSError):  # the rank is gone; its messages are still written
             connection.send_bytes(to_bytes(what))
 
     link = StoreLink(from_bytes(connection.recv_bytes()), reply)

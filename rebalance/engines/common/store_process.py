@@ -26,7 +26,6 @@ from eplb.core.topology import Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.assembly.config import ReportingConfig
 from rebalance.engines.common.fsck.report import PARTS
-from rebalance.engines.common.gauge import parts_off, set_part
 from rebalance.engines.common.messages import (
     UNREAD,
     MapChange,
@@ -36,12 +35,12 @@ from rebalance.engines.common.messages import (
     PlanQuestion,
     Reply,
     SampleOrigin,
-    Told,
+    ToStore,
     from_bytes,
     to_bytes,
 )
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import Joined
+from rebalance.engines.common.start import Joined, parts_off, set_part
 from rebalance.engines.common.tap import Counted, IntArray
 from telemetry.state.runs import RunInfo, group_name
 
@@ -55,7 +54,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the process is started again
 MODULE = "rebalance.engines.common.store_link"
 LONGEST_FRAME = 0x7FFFFFFF  # that ``Connection`` reads with a length of four bytes
 
-Make = Callable[[], Told]
+Make = Callable[[], ToStore]
 
 
 class StoreProcess:
@@ -72,7 +71,7 @@ class StoreProcess:
         self._frame = self._rest = memoryview(b"")  # the message that is written, and what is left
         self._writing = Lock()  # by whoever writes; nobody waits for it
         self._sequence = self.num_dropped = self.num_failures = 0
-        self._map: MapChange | None = None  # the latest: a new process is told of it
+        self._map: MapChange | None = None  # the latest, which a new process gets first
         self.questions: deque[PlanQuestion] = deque()  # questions of the store's tasks
         self.is_asked = False  # whether the planner of the process has a question of this rank
         self.ready: PlannerAnswer | None = None  # a plan of the process; who begins it sets None
@@ -81,7 +80,7 @@ class StoreProcess:
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._has_report = False  # whether a process has reported if it reaches the store
-        self._state: dict[str, Any] = {}  # the state of this rank as the store was told it
+        self._state: dict[str, Any] = {}  # the state of this rank as it was last sent to the store
         self._next_state = 0.0
         self._end = Event()
         set_part(engine, "store", is_on=False)
@@ -109,18 +108,18 @@ class StoreProcess:
     def ask(self, question: PlanQuestion) -> None:
         """Ask the planner of the process; the answer comes as ``ready``, if it moves anything."""
         self.is_asked = True
-        self.tell(question)
+        self.send(question)
 
-    def tell(self, told: Told) -> bool:
+    def send(self, message: ToStore) -> bool:
         """Hand over anything else; False if it was dropped. Never waits and never raises."""
-        if isinstance(told, MapChange):
-            self._map = told
-        return self._offer(lambda: told, None)
+        if isinstance(message, MapChange):
+            self._map = message
+        return self._offer(lambda: message, None)
 
     def note(self, kind: str, detail: dict[str, Any]) -> bool:
-        """Hand over an event of this rank, as ``tell``."""
+        """Hand over an event of this rank, as ``send``."""
         about = {"run": self._identity.info.run, "rank": self._identity.rank}
-        return self.tell(Noted(kind, about | detail))
+        return self.send(Noted(kind, about | detail))
 
     def _offer(self, make: Make, copied: Any) -> bool:
         if len(self._waiting) >= MOST_WAITING:
@@ -158,7 +157,7 @@ class StoreProcess:
             sent = connection.send(self._rest, socket.MSG_DONTWAIT)
             self._rest = self._rest[sent:]
         if self._end.is_set() and self._has_report:
-            self._tell_state()
+            self._send_state()
             if self._waiting:
                 self._write(connection)
             else:
@@ -174,7 +173,7 @@ class StoreProcess:
         return not self._thread.is_alive()
 
     def close_soon(self) -> None:
-        """Have the process end once it has written what it was told; no wait for it."""
+        """Have the process end once it has written what it has; no wait for it."""
         self._end.set()
         self.flush()
 
@@ -218,7 +217,7 @@ class StoreProcess:
                             self._take(from_bytes(replies.recv_bytes()))
                         is_due = time.monotonic() >= self._next_state and not self._end.is_set()
                         if is_due and self._has_report:
-                            self._tell_state()
+                            self._send_state()
                         self.flush()
         finally:
             self._socket = None
@@ -238,7 +237,7 @@ class StoreProcess:
             self._socket = connection
         self.flush()
 
-    def _tell_state(self) -> None:
+    def _send_state(self) -> None:
         """Write which parts are off, and what was lost, as an event once it has changed.
 
         The first follows the first report of the process, and the last is the last message.
@@ -300,8 +299,8 @@ def identity_of(
     return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **planning)
 
 
-def framed(told: Told | SampleOrigin) -> bytes:
+def framed(message: ToStore | SampleOrigin) -> bytes:
     """A message as ``Connection.recv_bytes`` reads it."""
-    body = to_bytes(told)
+    body = to_bytes(message)
     assert len(body) <= LONGEST_FRAME, "a sample has few megabytes"
     return struct.pack("!i", len(body)) + body

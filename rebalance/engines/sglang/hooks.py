@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rebalance.engines.common.gauge import set_part
+from eplb.errors import reason_of
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.start import EngineGroup, facts_of, join, reason_of
+from rebalance.engines.common.start import EngineGroup, facts_of, join, set_part
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.rounds import PassTap, Rounds
 
@@ -130,7 +130,7 @@ class Hooks:
         self._count(lambda: self._tap.add(single_pass_data["global_physical_count"]))
 
     def _count(self, act: Callable[[], None]) -> None:
-        """Act while the plug-in works; the other ranks are told of a failure in the next round."""
+        """Act while the plug-in works; the next round reports a failure to the other ranks."""
         rounds = self.rounds
         if rounds is None or rounds.stopped:
             return

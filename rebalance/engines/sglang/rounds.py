@@ -31,21 +31,21 @@ import torch
 import torch.distributed as dist
 
 from eplb.core.load import Phase
-from eplb.errors import EplbError
+from eplb.errors import EplbError, reason_of
 from rebalance.engines.common.conform import Subject, preflight
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlannerAnswer, PlanQuestion
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import Kept, Tensors, capture, rows_of
+from rebalance.engines.common.records import Kept, capture
 from rebalance.engines.common.replica_weights import shares_of
-from rebalance.engines.common.start import Joined, reason_of
+from rebalance.engines.common.start import Joined, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.conform import copied, methods_of, subject_of
 from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
+from rebalance.weights.expert_records import Tensors, rows_of
 from runtime.group import gathered_large
 
 # By name, because the numbers differ between releases of the engine.
@@ -139,7 +139,9 @@ class Rounds:
         self._events: list[tuple[str, dict[str, Any]]] = []  # until there is a store
         self.kept: Kept | None = None  # records of all experts; on all ranks, or on none
         self.generation = joined.base_generation
-        self.broken = ""  # why a part of the plug-in failed on this rank; told in the next round
+        self.broken = (
+            ""  # why a part of the plug-in failed on this rank; reported in the next round
+        )
         self.stopped = ""  # why the plug-in does nothing any more
 
     def pass_ended(self) -> None:
@@ -183,7 +185,7 @@ class Rounds:
         """Collectives are the same on all ranks: a rank reports a failure in the next one."""
         taken, ready = None, None
         if not self.broken:
-            with self._told():
+            with self._reported():
                 if self._shape is None:
                     self._begin_store()
                 taken, ready = self._taken(), self._ready()
@@ -198,7 +200,7 @@ class Rounds:
             dist.all_reduce(taken[0])
             self._check_map()
         record = self._distributed(ready, size) if size else b""
-        with self._told():
+        with self._reported():
             if not is_moving:
                 self._hand_over(*taken)
             self._ask_if_due()
@@ -206,11 +208,11 @@ class Rounds:
             self._begin(record, None if ready is None else ready.question)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
         try:
             yield
         except Exception as exc:
-            log.debug("told in the next round", exc_info=True)
+            log.debug("reported in the next round", exc_info=True)
             self.broken = self.broken or reason_of(exc)
 
     def _keep_records(self) -> None:
@@ -256,7 +258,7 @@ class Rounds:
         weights = self._manager._get_model().routed_experts_weights_of_layer
         held, own = engine.metadata().physical_to_logical_map_cpu.numpy(), self._shape.own
         wrong: list[tuple[int, int, Tensors]] = []  # layer, expert and the tensors of the slot
-        with self._told():
+        with self._reported():
             for row in rows:
                 layer, experts = self._shape.rows.index(row), held[row, own].tolist()
                 wrong += [
@@ -271,7 +273,7 @@ class Rounds:
             self.kept = None
             return
         for found in wrong:
-            with self._told():
+            with self._reported():
                 self.kept.restore(*found)
 
     def _check_map(self) -> None:
@@ -359,7 +361,7 @@ class Rounds:
     def _begin(self, record: bytes, question: PlanQuestion | None) -> None:
         """Begin to move to a plan, if all ranks can."""
         prepared = None
-        with self._told():
+        with self._reported():
             try:
                 prepared = self._prepared(record)
             except EplbError as exc:  # of the bytes, so on all ranks
@@ -370,7 +372,7 @@ class Rounds:
             planned, self._target, self._chunks = prepared
             self._planned = (planned, question)
         elif self.recorder is not None and question is not None:
-            self.recorder.tell(MoveOutcome(question, error="the ranks could not take the plan"))
+            self.recorder.send(MoveOutcome(question, error="the ranks could not take the plan"))
 
     def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
         """The plan, the engine's metadata for it, and rows to move in each pass."""
@@ -398,7 +400,7 @@ class Rounds:
                 self._restore_wrong(chunk)
         del self._chunks[0]
         if not self._chunks:
-            with self._told():
+            with self._reported():
                 self._moved()
 
     def _moved(self) -> None:
@@ -430,7 +432,7 @@ class Rounds:
         held = engine.metadata().physical_to_logical_map_cpu.numpy()[self._shape.rows]
         share = None if weights is None else shares_of(held, weights[self._shape.rows])
         experts = self._shape.num_experts
-        self.recorder.tell(
+        self.recorder.send(
             MapChange(held.astype(np.int32), share, experts, self.generation, reason, question)
         )
 

@@ -3,7 +3,7 @@
 vLLM's own communicator moves the experts, on a group of its own whose deadline ends a silent peer.
 A digest of each record that arrives decides whether it is used. A wrong record is asked for once
 more, of another holder where there is one. What is still missing is staged from the records that
-were kept at the load (``rebalance/stage/kept_records.py``): host memory, another host, disk. If any
+were kept at the load (``common/records.py``): host memory, another host, disk. If any
 rank is left without a right record, all ranks look at the slots that they serve:
 
     most slots of the layer are wrong   the weights were replaced: vLLM's own communicator moves
@@ -24,19 +24,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.records import (
     NOBODY,
     Kept,
-    Tensors,
     agreed,
-    bytes_of,
-    digest_of,
     of_all_ranks,
-    rows_of,
     slot_digests,
 )
+from rebalance.engines.common.start import set_part
 from rebalance.types import Digest
+from rebalance.weights.expert_records import Tensors, bytes_of, digest_of, rows_of
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -187,7 +184,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
             self._known.clear()  # taken again before the next move of each layer
             if self.kept is not None:
                 self.kept = None
-                process.records_ended("the weights were replaced since the load")
+                process.records_ended()
 
         def _keep_map(self, wrong: list[int]) -> None:
             """Have the layer serve as before; the placement check names the tensors."""

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from eplb.settings.loader import CONFIG_VARIABLE
-from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.start import load_plugin, show_log
+from rebalance.engines.common.start import load_plugin, set_part, show_log
 
 if TYPE_CHECKING:
     from rebalance.engines.common.plugin_settings import PluginSettings

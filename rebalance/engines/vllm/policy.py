@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import eplb
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MoveOutcome
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.decisions import MapDecision, planned, repetitions
 

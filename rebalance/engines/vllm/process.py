@@ -24,24 +24,17 @@ from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.conform import preflight
 from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import (
-    Kept,
-    Tensors,
-    capture,
-    num_bytes_of,
-    rows_of,
-    together,
-)
-from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join
+from rebalance.engines.common.records import Kept, capture
+from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, method_of, read_of, subject_of
 from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
+from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
 from runtime.group import gathered_large
 
 PARTS = ("policy", "shares", "mover", "tap")
@@ -290,9 +283,9 @@ class PluginProcess:
             for place in wrong:
                 self.checks.look_first(layer, place)
 
-    def records_ended(self, why: str) -> None:
+    def records_ended(self) -> None:
         """Note that the kept records are not used any more."""
-        log.warning("kept records of experts are not used any more: %s", why)
+        log.warning("kept records are not used any more: the weights were replaced")
         set_part("vllm", "records", is_on=False)
 
     def _begin_check(self) -> None:
@@ -413,7 +406,7 @@ class PluginProcess:
             share = np.array(eplb.Placement(held, num_experts).slot_share)
         question, self._moving = self._moving, None
         reason = "vLLM committed this map"
-        self.recorder.tell(MapChange(held, share, num_experts, self.generation, reason, question))
+        self.recorder.send(MapChange(held, share, num_experts, self.generation, reason, question))
 
     def asked(self, held: IntArray) -> PlanQuestion:
         """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
@@ -428,7 +421,7 @@ class PluginProcess:
     def answered(self, outcome: MoveOutcome) -> None:
         """Report what came of a question on rank 0."""
         if self.recorder is not None and (outcome.question.task_id or outcome.error):
-            self.recorder.tell(outcome)
+            self.recorder.send(outcome)
 
     def will_move(self, question: PlanQuestion) -> None:
         """Note a plan of rank 0 that moves experts: its task ends once the map serves."""

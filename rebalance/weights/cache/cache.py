@@ -317,17 +317,14 @@ class HostCache:
                 self._end(request, "the host cache is closing")
             self._changed.notify_all()
 
-    def figures(self) -> dict[str, int]:
-        """Count what was done so far, and what is held now."""
+    def figures(self) -> Counter[str]:
+        """Count the records of what was done so far, and of what is held now."""
         with self._changed:
-            ready = sum(e.state is RecordState.READY for e in self.table.entries.values())
-            held = sum(bool(e.holders) for e in self.table.entries.values())
-            return self.counts | {
-                "evictions": self.table.num_evicted,
-                "resident": ready,
-                "leased": held,
-                "room": self.table.num_entries,
-            }
+            found, entries = Counter(self.counts), self.table.entries.values()
+            found["evictions"], found["room"] = self.table.num_evicted, self.table.num_entries
+            found["resident"] = sum(one.state is RecordState.READY for one in entries)
+            found["leased"] = sum(bool(one.holders) for one in entries)
+            return found
 
     # -- with the lock held
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,29 +36,6 @@ ANSWER_MARGIN_S = 1.0  # the client waits this much longer, so that the server's
 SEND_S = 2.0
 CONNECT_AGAIN_S = 2.0  # for the greeting of a host that was started again; its rank is at a plan
 LOOK_S = 0.25  # latency of a cancellation, which no condition can signal to this thread
-
-
-@dataclass(frozen=True)
-class HostCacheStats:
-    """Counted in records unless the name says bytes; the last three are current values."""
-
-    hits: int  # asked for, and here or on the way
-    misses: int
-    waits: int  # requests that found no room at once
-    refusals: int  # requests that were refused, late or withdrawn
-    evictions: int
-    hints_dropped: int
-    bytes_from_checkpoint: int
-    bytes_from_record_file: int
-    bytes_from_other_hosts: int
-    bytes_offered: int  # by ranks of an engine, and kept in memory
-    bytes_to_other_hosts: int
-    host_failures: int  # other hosts that were late, dead or wrong
-    damaged: int  # read with another digest than before
-    not_written: int  # repacked, but not added to the record file: its disk was too slow
-    resident_bytes: int
-    leased_bytes: int
-    room_bytes: int
 
 
 class HostCacheClient:
@@ -305,13 +282,13 @@ class HostCacheClient:
         answer = self._ask("offer", f"the places of {len(offered)} offers", deadline_s, message)
         return [str(place) for place in answer["places"]]
 
-    def stats(self, *, deadline_s: float) -> HostCacheStats:
-        """Return the host's counters.
+    def stats(self, *, deadline_s: float) -> Counter[str]:
+        """Return the host's counters, as ``HostCacheServer.stats``.
 
         Raises:
             MigrationError: the preload process disconnected or timed out.
         """
-        return HostCacheStats(**self._ask("stats", "the statistics", deadline_s, {})["figures"])
+        return Counter(self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
     # -- bytes
 

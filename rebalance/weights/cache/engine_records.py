@@ -16,8 +16,7 @@ import math
 import threading
 from contextlib import closing
 from dataclasses import asdict
-
-import torch
+from typing import Any
 
 from eplb.errors import EplbError, MigrationError
 from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
@@ -29,7 +28,7 @@ from rebalance.weights.cache.address import (
     listen,
 )
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.cache.client import CPU, HostCacheClient
+from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
 from rebalance.weights.disk.offered_records import short_name
 from rebalance.weights.disk.record_file import RecordOrigin
@@ -139,11 +138,8 @@ class EngineRecordsClient(HostCacheClient):
     Args:
         place: ``place_of_records``, or the place of the host cache of another rank.
         origin: of the records.
-        deadline_s: to connect.
-        start_deadline_s: for a host cache that does not listen yet.
-        device: that records are read into.
-        ranks_on_host: that share the host cache.
         is_embedded: whether the host cache is in another rank, which has opened it.
+        options: of ``HostCacheClient``.
 
     Raises:
         MigrationError: nobody listens there, or it cannot serve this origin.
@@ -154,21 +150,12 @@ class EngineRecordsClient(HostCacheClient):
         place: HostCacheAddress,
         origin: RecordOrigin,
         *,
-        deadline_s: float,
-        start_deadline_s: float = 0.0,
-        device: torch.device = CPU,
-        ranks_on_host: int = 1,
         is_embedded: bool = False,
+        **options: Any,
     ) -> None:
         self._place, self._origin, self._is_embedded = place, origin, is_embedded
         super().__init__(
-            address_of(place, origin),
-            origin.num_experts,
-            origin.record_bytes,
-            deadline_s=deadline_s,
-            start_deadline_s=start_deadline_s,
-            device=device,
-            ranks_on_host=ranks_on_host,
+            address_of(place, origin), origin.num_experts, origin.record_bytes, **options
         )
 
     def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:

@@ -375,15 +375,15 @@ class CacheSources:
         Raises:
             CheckpointError: no source has it; with the reason of each.
         """
-        failures: list[Exception] = []
+        failures: list[str] = []  # texts: an error would keep this frame, and the frame the error
         for load, is_host in self._in_order():
             if is_host and is_for_host():
                 continue
             try:
                 return load(record, into)
             except (CheckpointError, MigrationError, OSError) as exc:
-                failures.append(exc)
-        raise CheckpointError("; ".join(map(str, failures))) from failures[-1]
+                failures.append(str(exc))
+        raise CheckpointError("; ".join(failures))
 
     def _in_order(self) -> list[tuple[Callable[[Record, torch.Tensor], Loaded], bool]]:
         """Loaders to try one after the other, and whether each asks other hosts."""

@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -28,7 +28,7 @@ import torch
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.core.model import ModelShape
-from eplb.errors import CheckpointError, EplbError, MigrationError
+from eplb.errors import CheckpointError, EplbError, MigrationError, reason_of
 from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import (
@@ -39,7 +39,6 @@ from rebalance.weights.cache.address import (
 )
 from rebalance.weights.cache.cache import WRITER, HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.cache.client import HostCacheStats
 from rebalance.weights.cache.entries import CacheEntry
 from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
 from rebalance.weights.cache.other_hosts import CacheSources, RecordsForHosts
@@ -208,12 +207,11 @@ class HostCacheServer:
         while (entry := self.cache.take()) is not None:
             try:
                 self._load(entry)
-            except (EplbError, OSError) as exc:
-                self.cache.failed(entry, str(exc))
             except Exception as exc:
                 # A bug here must reach the rank that waits, and not only this process's log.
-                log.exception("loading a record failed")
-                self.cache.failed(entry, f"{type(exc).__name__}: {exc}")
+                if not isinstance(exc, EplbError | OSError):
+                    log.exception("loading a record failed")
+                self.cache.failed(entry, reason_of(exc))
 
     def _is_allocated(self, entry: CacheEntry) -> bool:
         """Allocate the memory of an entry; False where there is none, which ends its requests."""
@@ -297,28 +295,14 @@ class HostCacheServer:
         """Ranks that are connected."""
         return self._listener.num_clients
 
-    def stats(self) -> HostCacheStats:
-        """Count what was done so far, and what is held now."""
-        found, size = self.cache.figures(), self.origin.record_bytes
-        return HostCacheStats(
-            hits=found.get("hits", 0),
-            misses=found.get("misses", 0),
-            waits=found.get("waits", 0),
-            refusals=found.get("refusals", 0),
-            evictions=found["evictions"],
-            hints_dropped=found.get("hints_dropped", 0),
-            bytes_from_checkpoint=found.get("checkpoint", 0) * size,
-            bytes_from_record_file=found.get("record_file", 0) * size,
-            bytes_from_other_hosts=found.get("other_hosts", 0) * size,
-            bytes_offered=found.get("offered", 0) * size,
-            bytes_to_other_hosts=self._for_hosts.num_sent * size,
-            host_failures=self._sources.hosts.num_failures if self._sources.hosts else 0,
-            damaged=self._sources.num_damaged,
-            not_written=self.writer.num_skipped if self.writer else 0,
-            resident_bytes=found["resident"] * size,
-            leased_bytes=found["leased"] * size,
-            room_bytes=found["room"] * size,
-        )
+    def stats(self) -> Counter[str]:
+        """Count the records of what was done so far, and of what is held now, and failures."""
+        found, hosts = self.cache.figures(), self._sources.hosts
+        found["to_other_hosts"] = self._for_hosts.num_sent
+        found["host_failures"] = hosts.num_failures if hosts else 0
+        found["damaged"] = self._sources.num_damaged
+        found["not_written"] = self.writer.num_skipped if self.writer else 0
+        return found
 
     def close(self) -> None:
         """Stop answering; twice is no harm."""
@@ -405,7 +389,7 @@ class HostCacheSession:
         elif what in ("lacks", "offer"):
             self._wire.send({"number": message["number"]} | self._offered(message))
         elif what == "stats":
-            self._wire.send({"number": message["number"], "figures": asdict(self._server.stats())})
+            self._wire.send({"number": message["number"], "figures": self._server.stats()})
         else:
             raise ValueError(f"unknown request {what!r}")
 

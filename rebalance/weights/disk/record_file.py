@@ -325,12 +325,9 @@ class RecordFile:
             self._file.close()
 
 
-def record_file_beside(checkpoint: Path, cache: Path | None = None) -> Path:
-    """Path of a checkpoint's record file: its neighbour, or one of many in a cache folder."""
-    if cache is None:
-        return checkpoint.with_name(f"{checkpoint.name}.records")
-    whose = hashlib.blake2b(str(checkpoint.resolve()).encode(), digest_size=4).hexdigest()
-    return cache / f"{checkpoint.name}-{whose}.records"
+def record_file_beside(checkpoint: Path) -> Path:
+    """Path of a checkpoint's record file, its neighbour."""
+    return checkpoint.with_name(f"{checkpoint.name}.records")
 
 
 def _try_lock(descriptor: int) -> bool:

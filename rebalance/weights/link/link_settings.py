@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
-from eplb.declared import Setting
+from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError
 from rebalance.weights.link.tls import TlsFiles
 
@@ -57,16 +57,12 @@ class LinkSettings:
     tls: TlsFiles | None = None  # None: bytes are not encrypted
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if len(self.secret) < LEAST_SECRET_BYTES:
             raise ConfigError(
                 f"a secret of {len(self.secret)} bytes for links, "
                 f"expected {LEAST_SECRET_BYTES} or more"
             )
-        if self.max_transfers < 1:
-            raise ConfigError(f"max_transfers is {self.max_transfers}, expected 1 or more")
-        for name in ("bytes_per_second", "silence_s", "deadline_s", "back_off_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected more than 0")
 
 
 @dataclass(frozen=True)
@@ -85,8 +81,6 @@ class HostLinkSettings(LinkSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.order not in get_args(Order):
-            raise ConfigError(f"order {self.order!r}, expected one of {', '.join(get_args(Order))}")
         for address in [*self.hosts, *([self.listen] if self.listen else [])]:
             _check_address(address)
 

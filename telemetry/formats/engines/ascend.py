@@ -81,9 +81,9 @@ def read_map(path: Path, options: ReadOptions) -> PlacementFile:
         raise HistoryError(f"experts {held.min()}..{held.max()} in {num_slots} slots")
     num_experts = options.experts_in(num_slots, int(held.max()))
     flat = held.reshape(num_layers, num_slots).astype(np.int32)
-    rows, layers, said = resolve(rows_in_order(num_layers), options)
+    rows, layers, further = resolve(rows_in_order(num_layers), options)
     placement = Placement(flat[rows], num_experts)
-    return PlacementFile(placement, layers, num_devices, notes=(*notes, *said))
+    return PlacementFile(placement, layers, num_devices, notes=(*notes, *further))
 
 
 def write_map(
@@ -99,11 +99,11 @@ def write_map(
     devices = ranks_of(file, num_ranks, "the map lists devices")
     refuse_dense_rows(file.layers, "entries of vllm-ascend")
     file, notes = filled(file, devices)
-    file, said = without_duplicates(file, devices)
-    notes = (*notes, *said)
+    file, further = without_duplicates(file, devices)
+    notes = (*notes, *further)
     if current is not None:
-        file, said = kept_in_place(file, current, devices)
-        notes = (*notes, *said)
+        file, further = kept_in_place(file, current, devices)
+        notes = (*notes, *further)
     if file.layers.axis == "model":
         notes = (*notes, f"entries are MoE layers in order: entry 0 is layer {file.layers.ids[0]}")
     tables = file.placement.slot_to_expert.reshape(file.placement.num_layers, devices, -1)

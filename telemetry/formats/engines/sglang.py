@@ -107,12 +107,12 @@ def _load_file(
     """Windows [T, L, E] of steps first..last, without the rows of dense layers."""
     num_layers, num_experts = tokens.shape[1:]
     idle = np.asarray(~tokens.any(axis=(0, 2)))
-    rows, layers, said = resolve(rows_as_hidden(num_layers), options, idle=idle)
+    rows, layers, further = resolve(rows_as_hidden(num_layers), options, idle=idle)
     kept = tokens if len(rows) == num_layers else tokens[:, rows]
     current = None
     if held is not None:
         current = PlacementFile(Placement(held[rows], num_experts), layers)
-    return LoadFile(LoadHistory(kept, *steps), layers, current, notes=notes + said)
+    return LoadFile(LoadHistory(kept, *steps), layers, current, notes=notes + further)
 
 
 def _rank_files(folder: Path) -> list[Path]:

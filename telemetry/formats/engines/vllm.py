@@ -130,12 +130,12 @@ def read_load(path: Path, options: ReadOptions) -> LoadFile:
     if lines.num_markers:
         notes = (*notes, f"{lines.num_markers} lines of a benchmark's markers are ignored")
     history = sums.history()
-    current, said = current_of(held[rows], lines.num_experts)
+    current, further = current_of(held[rows], lines.num_experts)
     file = None
     if current is not None:
         file = PlacementFile(current, layers, meta.num_ranks)
     return LoadFile(
-        history, layers, file, meta.num_ranks, meta.num_nodes, meta.model, (*notes, *said)
+        history, layers, file, meta.num_ranks, meta.num_nodes, meta.model, (*notes, *further)
     )
 
 

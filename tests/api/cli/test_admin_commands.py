@@ -201,7 +201,7 @@ def test_command_with_an_example_shows_it_at_the_end_of_its_help() -> None:
     assert found["approve"] == (
         "Example: eplb approve 12 --reason 'looks right' --if-generation 41"
     )
-    assert found["sweep"].startswith("Example: eplb sweep dump.jsonl --out sweep")
+    assert found["sweep"].startswith("Example: eplb sweep dump.jsonl --output sweep")
 
 
 def test_list_of_commands_loads_neither_torch_nor_fastapi_nor_a_compiler() -> None:

@@ -55,11 +55,11 @@ def test_fsck_shows_the_faults_of_each_group_by_its_name(path: Path) -> None:
 
     assert found.exit_code == 1
     assert found.output.splitlines() == [
-        "r1/pp0: run vllm-r1/pp0: 2 ranks check their slots, 0 rounds complete",
+        "r1/pp0: run vllm-r1/pp0: 2 of 2 ranks check, 0 complete rounds",
         "r1/pp0: 0 faults",
-        "r1/pp1: run vllm-r1/pp1: 2 ranks check their slots, 0 rounds complete",
+        "r1/pp1: run vllm-r1/pp1: 2 of 2 ranks check, 0 complete rounds",
         "r1/pp1: rank 1: layer 3 slot 2: planted",
-        "r1/pp1: 1 faults",
+        "r1/pp1: 1 fault",
     ]
     assert run(path, "fsck", deployment=GROUPS[0]).exit_code == 0
 

@@ -10,7 +10,6 @@ from api.config.tree import Settings, load
 from api.operations.table import OPERATIONS
 from eplb.declared import without_none
 from eplb.errors import ConfigError
-from eplb.settings.loader import REMOVED
 from telemetry.state.redis_address import Limits, parse_address
 from tests.support.documents import commands
 
@@ -75,41 +74,6 @@ def test_unknown_key_is_refused_with_its_place_and_the_closest_known(tmp_path: P
     in_environ = refusal({}, EPLB_LAYER="8")
     assert "'EPLB_LAYER' in the environment" in in_environ
     assert "EPLB_LAYERS" in in_environ
-
-
-def test_removed_setting_is_refused_by_name_wherever_it_is_written(tmp_path: Path) -> None:
-    config = toml(tmp_path, "[planner]\nforecast_weight = 0.5\n")
-
-    in_file = refusal({}, config)
-    in_environ = refusal({}, EPLB_PLANNER__FORECAST_WEIGHT="0.5")
-
-    assert in_file.startswith(f"planner.forecast_weight in {config} was removed: plans use")
-    assert in_environ.startswith("EPLB_PLANNER__FORECAST_WEIGHT in environment variable ")
-    assert "forecast_weight in --setting forecast_weight was removed" in refusal(
-        {}, named={"forecast_weight": "0.5"}
-    )
-    assert REMOVED.keys().isdisjoint(Settings.known)
-
-
-@pytest.mark.parametrize(
-    ("name", "successor"),
-    [
-        ("ranks", "topology.ranks_per_node"),
-        ("demo.slots", "topology.slots_per_rank"),
-        ("demo.layers", "model.layers"),
-        ("window_tokens", "telemetry.window_steps"),
-        ("seconds", "the option --seconds of eplb demo"),
-        ("demo.json_path", "the option --json of eplb demo"),
-    ],
-)
-def test_renamed_setting_is_refused_with_its_successor(name: str, successor: str) -> None:
-    assert refusal({name: 1}).endswith(f"was removed: it is {successor}")
-
-
-def test_removed_section_is_refused_with_the_reason(tmp_path: Path) -> None:
-    config = toml(tmp_path, "[batch]\nsplit = true\n")
-
-    assert refusal({}, config).startswith(f"batch.split in {config} was removed: shares are those")
 
 
 def test_key_close_to_none_lists_them_all() -> None:

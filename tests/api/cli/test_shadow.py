@@ -105,7 +105,7 @@ def test_shadow_prices_its_plans_on_what_an_engine_writes(
         *bytes_given,
         "--window-seconds",
         60,
-        "--json",
+        "--output",
         out,
     )
 
@@ -154,7 +154,7 @@ def test_ranks_that_contradict_the_store_are_refused(tmp_path: Path) -> None:
     done = eplb("shadow", place, "--engine", "eplb", "--deployment", "serving", "--ranks", 4)
 
     assert done.exit_code == 2
-    assert "the source has 2 ranks on 1 nodes" in done.output
+    assert "the source has 2 ranks on 1 node" in done.output
 
 
 def test_folder_without_windows_exits_with_a_reason(tmp_path: Path) -> None:

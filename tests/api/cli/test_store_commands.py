@@ -135,7 +135,7 @@ def test_purge_removes_samples_and_roll_ups_before_a_time(path: Path, before: st
     done = run("purge", "--store", path, "--before", before)
 
     assert done.exit_code == 0, done.output
-    assert "demo: removed 3 samples, 1 roll-ups of a minute and 1 of an hour" in done.output
+    assert "demo: removed 3 samples, 1 roll-up of a minute and 1 of an hour" in done.output
     with closing(sqlite_store(path, "demo")) as store:
         assert [sample.sequence for _, sample in store.samples("run-1")] == [3, 4]
         assert [len(store.rollups(seconds)) for seconds in (MINUTE, HOUR)] == [1, 1]

@@ -139,8 +139,8 @@ def test_full_disk_leaves_no_half_written_file(tmp_path: Path, unfinished: str) 
         (["--precision", "fp8"], "precision is fp8 with topology.device cpu, expected float32"),
         (["--top-k", "9"], "model.top_k is 9, expected at most 8"),
         (["--text", "/nowhere"], "text /nowhere cannot be read"),
-        (["--json", "/nowhere/a.json"], "--json /nowhere/a.json cannot be written"),
-        (["--json", "/"], "--json / is a folder"),
+        (["--output", "/nowhere/a.json"], "--output /nowhere/a.json cannot be written"),
+        (["--output", "/"], "--output / cannot be written"),
         (["--resume"], "store.sqlite holds no placement"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -318,8 +319,10 @@ def test_command_names_what_is_wrong_and_what_ranks_take(
     ]
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        done = CliRunner().invoke(app, [*words, "--setting", f"network.rendezvous_port={port}"])
+        words += ["--setting", f"network.rendezvous_port={port}"]
+        done, as_json = (CliRunner().invoke(app, [*words, *more]) for more in ((), ("--json",)))
     lines = done.output.splitlines()
+    report = json.loads(as_json.stdout)
 
     assert done.exit_code == 2
     assert [line for line in lines if line.startswith("refused")] == [
@@ -327,6 +330,8 @@ def test_command_names_what_is_wrong_and_what_ranks_take(
         "Address already in use, expected a free port"
     ]
     assert [line.split("  ")[0] for line in lines[-3:]] == ["each rank", "each host", "an expert"]
+    assert [one["component"] for one in report["findings"] if not one["is_ok"]] == ["ports"]
+    assert report["costs"]["record"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refuses a host without GPUs")

@@ -23,7 +23,7 @@ from tests.support.deployments import EPLB, CommandProcess, clean_environ
 from tests.support.documents import blocks, files_of
 from tests.support.redis_servers import find_redis_server
 from tests.support.repository import ROOT
-from tests.support.two_hosts import ADDRESSES, TwoHosts, folders
+from tests.support.two_hosts import ADDRESSES, INTERFACES, TwoHosts, folders
 
 PAGE, HOSTS_PAGE = "docs/deployment.md", "docs/deployment-hosts.md"
 ELSEWHERE_TRIED = "Prefill and decode"  # section, by test_profiles.py
@@ -294,6 +294,11 @@ def test_hosts_that_the_configuration_names_serve_and_move(hosts: Hosts) -> None
     [
         ("6379", "eplb check", "refused  store: "),
         ("29400", "eplb launch -- python engine.py", "waits for rank 0, at 10.0.0.1:29400"),
+        (
+            "32768:60999",
+            "eplb launch -- python engine.py",
+            "waits for its connections to all ranks, ports 32768-60999 of their hosts",
+        ),
     ],
 )
 def test_port_that_a_firewall_closes_is_named(
@@ -308,6 +313,35 @@ def test_port_that_a_firewall_closes_is_named(
         hosts.start(0, line)
 
     hosts.start(1, line).wait_for(expected)
+
+
+@pytest.mark.slow
+def test_address_that_two_hosts_claim_is_named_by_the_check_and_refuses_the_second(
+    hosts: Hosts,
+) -> None:
+    # A store that both reach: a machine does not leave its own network for its own address.
+    for host, address, interface in ((0, "10.0.0.3/24", INTERFACES[0]), (1, "10.0.0.1/32", "lo")):
+        words = ["ip", "address", "add", address, "dev", interface]
+        subprocess.run(hosts.spaces.on(host, words), check=True)
+    redis = "redis-server --bind 10.0.0.3 --port 6379 --save '' --protected-mode no"
+    hosts.start(0, redis, is_of_page=False).wait_for("Ready to accept connections")
+    for folder in hosts.folders:
+        text = (folder / "hosts.toml").read_text().replace("redis://10.0.0.1", "redis://10.0.0.3")
+        (folder / "hosts.toml").write_text(text)
+    first = hosts.start(0, "eplb launch -- python engine.py")
+    first.wait_for("eplb launch: ")
+    found = rf"the launcher of host 0 is process {first.process.pid} on host \S+"
+
+    # Of another machine: with a list of processes of its own.
+    check = "unshare --pid --fork --mount-proc eplb check --host 0"
+    _, lines = hosts.run(1, check, is_of_page=False)
+    assert re.search(rf"refused  places: {found}, expected no process", "\n".join(lines)), lines
+    launch = "eplb launch --host 0 -- python engine.py"
+    status, lines = hosts.run(1, launch, is_of_page=False)
+
+    assert status == 2
+    assert re.search(rf"{found}, and this is process \d+ on", lines[-1]), lines
+    first.ends(signal.SIGTERM)
 
 
 def assert_no_secret_is_shown(hosts: Hosts, processes: list[CommandProcess]) -> None:

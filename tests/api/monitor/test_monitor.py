@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from api.metrics.definitions import metrics_of
-from api.monitor.monitor import Monitor
+from api.monitor.monitor import KEPT_COMMITS, Monitor
 from api.monitor.scores import contiguous_load, heat_of
 from api.monitor.state import Grade, Reading, Symptom, WindowScore
 from api.monitor.verdict import unready
@@ -94,6 +94,16 @@ def test_decision_and_commit_are_kept_with_reason_and_first_step(store: StateSto
     (decision,), (mark,) = seen.state.decisions, seen.marks
     assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
     assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
+
+
+def test_commits_of_a_run_are_kept_up_to_a_number_the_latest(store: StateStore) -> None:
+    for generation in range(3, KEPT_COMMITS + 8):
+        placement = SECOND.with_generation(generation)
+        store.commit(placement, expected=generation - 1, plan_id=generation, reason="drift")
+
+    marks = seen_by(store).marks
+
+    assert [mark.generation for mark in marks] == list(range(8, KEPT_COMMITS + 8))
 
 
 def test_window_in_which_a_commit_falls_is_migrating(store: StateStore) -> None:

@@ -135,6 +135,30 @@ def test_command_without_a_supervisor_reports_nothing() -> None:
     notifier.alive()
 
 
+MAKES_CYCLES = """
+import gc, weakref
+from api.processes.commands import settle
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+gc.set_threshold(50_000)  # as of a start
+settle()
+alive = weakref.WeakSet()
+for _ in range(20_000):
+    alive.add(Cycle())
+print(len(alive))
+"""
+
+
+def test_settled_process_keeps_few_cycles() -> None:
+    words = [sys.executable, "-c", MAKES_CYCLES]
+    ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRON, check=True)
+
+    assert int(ran.stdout) < 1000
+
+
 PARENT = """
 import sys
 from api.processes.commands import Commands

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rebalance.engines.common.gauge import value_of
 from rebalance.engines.common.messages import PlanQuestion
 from rebalance.engines.sglang import engine
+from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import (
     INTERVAL,
     WINDOW,

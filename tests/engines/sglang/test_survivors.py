@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rebalance.engines.common.gauge import value_of
+from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import (
     EACH,
     NUM_EXPERTS,

@@ -12,11 +12,11 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 
 from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
 
-from rebalance.engines.common.gauge import value_of
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm import plugin
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines.gauge import value_of
 
 WRAPPED = (
     (eplb_state, "create_eplb_communicator"),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rebalance.engines.common.fsck.report import report_of
-from rebalance.engines.common.gauge import value_of
 from rebalance.engines.vllm import policy
 from rebalance.engines.vllm.conform import subject_of
 from telemetry import open_store
 from telemetry.load.reader import RunReader
+from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import (
     EACH,
     INTERVAL,

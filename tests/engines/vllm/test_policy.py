@@ -123,7 +123,7 @@ import vllm.plugins
 vllm.plugins.load_general_plugins()
 vllm.plugins.plugins_loaded = False
 vllm.plugins.load_general_plugins()
-from rebalance.engines.common.gauge import value_of
+from tests.support.engines.gauge import value_of
 from vllm.distributed.eplb.policy import EPLB_POLICIES
 print(EPLB_POLICIES["default"].__name__, value_of("vllm", "plugin"))
 """

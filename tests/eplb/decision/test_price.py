@@ -199,11 +199,12 @@ def test_dead_zone_ends_where_the_curve_rises() -> None:
 
 
 @pytest.mark.slow
-def test_steady_traffic_moves_nothing_once_it_has_settled() -> None:
+def test_steady_traffic_gets_at_most_one_plan_once_it_has_settled() -> None:
     found = replay(Scenario(Topology.uniform(1, 8, 5), load=LoadHistory(steady(3, 96))), "auto")
 
     assert found.moves > 0
-    assert sum(one.moves for one in found.rebalances if one.window >= 32) == 0
+    # The target of docs/performance.md; seeds with more plans are in the third planner report.
+    assert sum(one.moves > 0 for one in found.rebalances if one.window >= 16) <= 1
 
 
 def test_reason_names_a_time_limit_below_one_step() -> None:

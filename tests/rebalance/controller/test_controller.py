@@ -523,15 +523,6 @@ def test_late_and_repeated_samples_are_reported_without_an_error(deployment: Dep
     assert events(deployment.store, "error") == []
 
 
-def test_controller_plans_on_one_phase_if_configured(deployment: Deployment) -> None:
-    for phase, load in (("prefill", EVEN), ("decode", SKEWED), ("prefill", EVEN)):
-        deployment.serve(load, phase=phase)
-
-    deployment.controller(phase="decode").turn()
-
-    assert (windows_planned(deployment), decisions(deployment.store)) == ([1], ["MOVE"])
-
-
 def test_windows_are_of_seconds_if_the_run_has_window_seconds(deployment: Deployment) -> None:
     timed = Deployment(deployment.store, "run-2", window_seconds=4.0)  # each sample is of 4 s
     timed.serve(SKEWED, windows=3)

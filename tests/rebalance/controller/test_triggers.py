@@ -39,10 +39,10 @@ class Watched:
         self._seen = 0
         self.begin(**rules)
 
-    def begin(self, phase: Phase | None = None, **rules: Any) -> None:
+    def begin(self, **rules: Any) -> None:
         """Have a new controller at work."""
         rules_of_all = TriggerRules(**rules)
-        self.controller = self.deployment.controller(phase=phase, triggers=rules_of_all)
+        self.controller = self.deployment.controller(triggers=rules_of_all)
 
     def decided(self) -> list[dict[str, Any]]:
         """Turn twice, as the controller is woken for other things; return the new decisions."""
@@ -161,10 +161,9 @@ def test_decode_does_not_count_beside_prefill(clock: Clock) -> None:
     assert watched.serve(SKEWED, windows=2, phase="prefill") == ["interval"]
 
 
-@pytest.mark.parametrize("planned_on", [None, "decode"], ids=["any phase", "decode"])
-def test_decode_counts_where_ranks_do_nothing_else(clock: Clock, planned_on: Phase | None) -> None:
+def test_decode_counts_where_ranks_do_nothing_else(clock: Clock) -> None:
     watched = Watched(clock)
-    watched.begin(planned_on, interval_tokens=100_000)
+    watched.begin(interval_tokens=100_000)
     assert watched.serve(SKEWED, phase="decode") == ["first"]
     watched.deployment.swap()
 

@@ -61,14 +61,6 @@ def test_settings_come_from_the_file_of_the_deployment(tmp_path: Path) -> None:
         ("", "no deployment.name, expected the name of a deployment"),
         ("[deployment", "is not TOML"),
         (
-            "[deployment]\nname='d'\n[engine]\nrecords_gb=24.0",
-            "engine.records_gb in .* was removed: engine.records keeps them",
-        ),
-        (
-            "[deployment]\nname='d'\n[engine]\nrecords_dir='x'",
-            "engine.records_dir in .* was removed: it is host_cache.record_folder",
-        ),
-        (
             "[deployment]\nname='d'\n[engine]\nphases='x'",
             "'engine.phases' in .*: engine.phase",
         ),

@@ -21,7 +21,6 @@ from eplb import ModelShape, Topology
 from eplb.errors import PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.report import PARTS, report_of
-from rebalance.engines.common.gauge import set_part
 from rebalance.engines.common.messages import (
     UNREAD,
     MapChange,
@@ -31,6 +30,7 @@ from rebalance.engines.common.messages import (
     PlanQuestion,
     SampleOrigin,
 )
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.store_link import StoreLink
 from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
 from rebalance.engines.common.tap import Counted
@@ -87,8 +87,8 @@ def test_what_a_rank_hands_over_is_stored_when_its_process_ends(
 ) -> None:
     process.add(counted(0), np.array([False, True]), slice(2, 4))
     process.add(Counted(torch.ones(2, 3, dtype=torch.int64), None, None, 1, 1, "mixed", 7, 1.0))
-    process.tell(change(7))
-    process.tell(Noted("placement_fault", {"rank": 0}))
+    process.send(change(7))
+    process.send(Noted("placement_fault", {"rank": 0}))
 
     assert process.close(NEVER_S)
     with closing(open_store(url, DEPLOYMENT)) as store:
@@ -167,12 +167,12 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
     url: str, process: StoreProcess
 ) -> None:
     with closing(open_store(url, DEPLOYMENT)) as store:
-        process.tell(change(7))
+        process.send(change(7))
         until(lambda: store.committed() is not None)
         before = process.pid
         assert before is not None
         os.kill(before, signal.SIGSTOP)  # it reads nothing more
-        process.tell(change(8))
+        process.send(change(8))
         os.kill(before, signal.SIGKILL)
         until(lambda: process.pid != before)
         process.add(counted(5))
@@ -266,7 +266,7 @@ DIES = """
 import os, signal, sys, time
 from tests.rebalance.engines.test_store_process import DEPLOYMENT, INFO, counted
 from rebalance.engines.common.fsck.report import PARTS
-from rebalance.engines.common.gauge import set_part
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.messages import SampleOrigin
 from rebalance.engines.common.store_process import StoreProcess
 process = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, sys.argv[1], 1, INFO))
@@ -328,7 +328,7 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         task = store.submit("rebalance", {"dry_run": True})
         until(lambda: process.questions)
         question = process.questions.popleft()
-        process.tell(MoveOutcome(question, {"moves": True}))
+        process.send(MoveOutcome(question, {"moves": True}))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         done = store.task(task.id)
@@ -408,7 +408,7 @@ def test_task_is_planned_for_and_ends_with_the_map_of_its_plan(
         task = store.submit("rebalance", {"dry_run": False})
         until(lambda: process.ready)
         assert process.ready is not None
-        process.tell(replace(change(7), question=process.ready.question))
+        process.send(replace(change(7), question=process.ready.question))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         committed = store.committed()

@@ -289,7 +289,7 @@ def test_host_record_damaged_in_memory_is_read_again_and_never_served(
 
     group.moves_to(NEXT)
     assert group.stage("num_wrong_digests") > 0
-    assert group.host_cache.stats().damaged == 0  # the disk's bytes were right
+    assert group.host_cache.stats()["damaged"] == 0  # the disk's bytes were right
 
 
 class Damaging(WeightSources):
@@ -381,7 +381,7 @@ def test_plan_withdrawn_during_a_preload_leaves_no_lease(
 
     group.stranger.release(held)
     group.moves_to(NEXT)
-    group.step_until(lambda: group.host_cache.stats().leased_bytes == 0)
+    group.step_until(lambda: group.host_cache.stats()["leased"] == 0)
 
 
 def test_ranks_that_end_do_not_wait_for_a_host_without_an_answer(make_group: MakeGroup) -> None:
@@ -398,14 +398,14 @@ def test_deleted_weights_are_still_read_by_a_host_that_has_them_open(
 ) -> None:
     group = make_group(host_cache_settings=CROWDED)
     held = meets_a_crowd(group, NEXT)
-    generation, read = group.generation(), group.host_cache.stats().bytes_from_checkpoint
+    generation, read = group.generation(), group.host_cache.stats()["checkpoint"]
     for path in group.checkpoint.path.glob("*.safetensors"):
         path.unlink()
 
     group.stranger.release(held)
     group.step_until(lambda: group.generation() > generation)
     group.is_settled(NEXT.slot_to_expert)
-    assert group.host_cache.stats().bytes_from_checkpoint > read
+    assert group.host_cache.stats()["checkpoint"] > read
     with pytest.raises(CheckpointError):
         Checkpoint(group.checkpoint.path)  # as the next start would
 

@@ -19,8 +19,7 @@ from eplb.migration.build import Migration, Move, Pace, Source, Transaction, bui
 from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase
 from rebalance.stage.lanes import Pull
-from rebalance.stage.mover import Mover
-from rebalance.stage.ring import StagingRing
+from rebalance.stage.mover import Mover, StagingRing
 from rebalance.stage.share import RankSlots, Share
 from rebalance.stage.stage_settings import (
     SERVING_BYTES_PER_SECOND,

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from eplb.errors import ConfigError, MigrationError
+from eplb.errors import MigrationError
 from rebalance.stage.lanes import Hold
-from rebalance.stage.stage_settings import LinkBudget, StageSettings
 from rebalance.weights.link.limits import CHUNK_BYTES, ByteBudget, TokenBucket
 from tests.support.limits import NEVER_S
 from tests.support.simulated_time import Clock
@@ -119,16 +118,3 @@ def test_expired_hold_ends_and_is_logged_once(
     assert [record.message for record in caplog.records] == [
         "staging resumed: the pause reached its deadline without resume_staging"
     ]
-
-
-@pytest.mark.parametrize(("chunk_bytes", "rate"), [(0, 1.0), (1, 0.0), (1, math.nan)])
-def test_link_that_carries_nothing_is_refused(chunk_bytes: int, rate: float) -> None:
-    with pytest.raises(ConfigError, match="expected more than 0 of both"):
-        LinkBudget(chunk_bytes, rate)
-
-
-def test_settings_that_never_end_are_refused() -> None:
-    with pytest.raises(ConfigError, match="in_flight is 0, expected 1 or more"):
-        StageSettings(in_flight=0)
-    with pytest.raises(ConfigError, match=r"pull_deadline_s is 0\.0, expected more than 0 s"):
-        StageSettings(pull_deadline_s=0.0)

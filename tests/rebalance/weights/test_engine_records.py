@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eplb.errors import MigrationError
-from rebalance.stage.kept_records import KeptRecords
+from rebalance.engines.common.records import Kept
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings
@@ -59,8 +59,8 @@ def attached(origin: RecordOrigin = ORIGIN) -> EngineRecordsClient:
     return EngineRecordsClient(PLACE, origin, deadline_s=10)
 
 
-def reader(client: EngineRecordsClient) -> KeptRecords:
-    return KeptRecords(client, digest_table(), PAGE_BYTES)
+def reader(client: EngineRecordsClient) -> Kept:
+    return Kept(client, None, digest_table())
 
 
 @pytest.fixture(params=[False, True], ids=["memory", "disk"])
@@ -81,8 +81,8 @@ def test_record_that_one_rank_offers_is_read_by_another(library: EngineRecords) 
 
         assert second.lacks(RECORDS, deadline_s=10) == []
         kept = reader(second)
-        assert torch.equal(kept.bring((1, 2)), record_of((1, 2)))
-        assert kept.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": 0}
+        assert torch.equal(kept.bring(1, 2), record_of((1, 2)))
+        assert kept.figures.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": 0}
 
 
 def test_record_that_nobody_has_offered_is_refused(library: EngineRecords) -> None:
@@ -90,8 +90,8 @@ def test_record_that_nobody_has_offered_is_refused(library: EngineRecords) -> No
         offered(client, RECORDS[:2])
 
         with pytest.raises(MigrationError, match="layer 1 expert 2"):
-            reader(client).bring((1, 2))
-        assert torch.equal(reader(client).bring((0, 1)), record_of((0, 1)))
+            reader(client).bring(1, 2)
+        assert torch.equal(reader(client).bring(0, 1), record_of((0, 1)))
 
 
 def test_offer_with_a_wrong_digest_is_refused(library: EngineRecords) -> None:
@@ -111,10 +111,10 @@ def test_damaged_memory_is_replaced_by_the_disk_or_refused(
 
         if settings.record_folder is None:
             with pytest.raises(MigrationError):
-                reader(client).bring((0, 0))
+                reader(client).bring(0, 0)
         else:
-            assert torch.equal(reader(client).bring((0, 0)), record_of((0, 0)))
-            assert library.server.stats().bytes_from_record_file == PAGE_BYTES
+            assert torch.equal(reader(client).bring(0, 0), record_of((0, 0)))
+            assert library.server.stats()["record_file"] == 1
 
 
 @pytest.mark.parametrize("settings", [True], indirect=True)
@@ -127,8 +127,8 @@ def test_full_memory_leaves_further_offers_to_the_disk(
 
         kept = reader(client)
         for record in RECORDS:
-            assert torch.equal(kept.bring(record), record_of(record))
-        assert kept.bytes_by_source["disk"] >= 4 * PAGE_BYTES
+            assert torch.equal(kept.bring(*record), record_of(record))
+        assert kept.figures.bytes_by_source["disk"] >= 4 * PAGE_BYTES
 
 
 @pytest.mark.parametrize("settings", [False], indirect=True)
@@ -139,7 +139,7 @@ def test_record_without_a_disk_is_never_evicted(
     with closing(attached()) as client:
         assert offered(client, RECORDS) == ["memory"] * 2 + [""] * 4
 
-        assert torch.equal(reader(client).bring(RECORDS[0]), record_of(RECORDS[0]))
+        assert torch.equal(reader(client).bring(*RECORDS[0]), record_of(RECORDS[0]))
         assert client.lacks(RECORDS, deadline_s=10) == RECORDS[2:]
 
 
@@ -149,7 +149,7 @@ def test_restarted_process_gives_the_records_of_its_disk(settings: HostCacheSett
         offered(client, RECORDS)
     with closing(EngineRecords(PLACE, settings)), closing(attached()) as again:
         assert again.lacks(RECORDS, deadline_s=10) == []
-        assert torch.equal(reader(again).bring((1, 0)), record_of((1, 0)))
+        assert torch.equal(reader(again).bring(1, 0), record_of((1, 0)))
 
 
 @pytest.mark.parametrize("settings", [True], indirect=True)
@@ -159,7 +159,7 @@ def test_client_attaches_to_a_restarted_process(settings: HostCacheSettings) -> 
         offered(client, RECORDS)
         first.close()
         with closing(EngineRecords(PLACE, settings)):
-            assert torch.equal(reader(client).bring((1, 0)), record_of((1, 0)))
+            assert torch.equal(reader(client).bring(1, 0), record_of((1, 0)))
 
 
 def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -
     for client in clients:
         kept = reader(client)
         for record in RECORDS:
-            assert torch.equal(kept.bring(record), record_of(record))
+            assert torch.equal(kept.bring(*record), record_of(record))
     for part in (*clients, *servers):
         part.close()
 
@@ -196,8 +196,8 @@ def test_host_reads_what_another_host_was_offered(tmp_path: Path) -> None:
     offered(first, RECORDS)
 
     kept = reader(second)
-    assert torch.equal(kept.bring((0, 2)), record_of((0, 2)))
-    assert kept.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": PAGE_BYTES}
+    assert torch.equal(kept.bring(0, 2), record_of((0, 2)))
+    assert kept.figures.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": PAGE_BYTES}
     for part in (first, second, *servers):
         part.close()
 

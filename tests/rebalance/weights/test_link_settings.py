@@ -22,8 +22,6 @@ LINKS = [HostLinkSettings, RankLinkSettings]
         (("node-7", 23731), {}, "'node-7'"),
         (("127.0.0.1", 0), {}, r"port 0 of .* expected 1\.\.65535"),
         (("127.0.0.1", 23731), {"silence_s": 0}, "silence_s is 0"),
-        (("127.0.0.1", 23731), {"deadline_s": 0}, "deadline_s is 0"),
-        (("127.0.0.1", 23731), {"max_transfers": 0}, "max_transfers is 0"),
     ],
 )
 def test_link_settings_that_cannot_be_used_are_refused(

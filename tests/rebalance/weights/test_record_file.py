@@ -319,12 +319,3 @@ def test_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
     with closing(DirectFile(path, os.O_RDONLY)) as file, pytest.raises(OSError, match="4096"):
         file.read_into(into, 0)
-
-
-def test_cache_folder_keeps_checkpoints_of_one_name_apart(tmp_path: Path) -> None:
-    found = {
-        record_file_beside(tmp_path / parent / "weights", tmp_path / "cache") for parent in "ab"
-    }
-
-    assert len(found) == 2
-    assert record_file_beside(tmp_path / "weights") == tmp_path / "weights.records"

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from rebalance.engines.common.fsck import check
-from rebalance.engines.common.gauge import value_of
 from rebalance.engines.common.plugin_settings import PluginSettings, settings_of
 from rebalance.weights.cache.engine_records import EngineRecords
+from tests.support.engines.gauge import value_of
 from tests.support.limits import NEVER_S
 from tests.support.processes import ForkedProcess, run_ranks_in
 
@@ -186,6 +186,12 @@ class EngineRank:
         while self.generation < last:
             self.steps(**checked)
 
+    def until_experts_move(self, start: np.ndarray, **checked: Any) -> None:
+        """Step until a further map serves that differs from one: plans may change shares alone."""
+        self.until_maps(1, **checked)
+        while (self.held == start).all():
+            self.until_maps(1, **checked)
+
     def until(self, holds: Callable[[], Any]) -> None:
         """Step until rank 0 sees something."""
         while not on_all(self.rank == 0 and bool(holds())):
@@ -234,9 +240,9 @@ class EngineRank:
             "generation": self.generation,
             "faults": [] if checks is None else list(checks.faults),
             "looked": 0 if checks is None else checks.num_checked,
-            "from host": 0 if kept is None else kept.records.bytes_by_source.get("host", 0),
-            "from disk": 0 if server is None else server.bytes_from_record_file,
-            "offered": 0 if server is None else server.bytes_offered,
+            "from host": 0 if kept is None else kept.figures.bytes_by_source.get("host", 0),
+            "from disk": 0 if server is None else server["record_file"],
+            "offered": 0 if server is None else server["offered"],
         } | {part: value_of(self.engine, part) for part in PARTS}
         self.close()
         return found

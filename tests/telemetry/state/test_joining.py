@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -27,9 +30,12 @@ from telemetry.state.holder import new_holder
 from telemetry.state.joining import (
     FORGOTTEN_S,
     HEARTBEAT_S,
+    MISSED_BEATS,
     Heartbeat,
     Present,
+    check_alone,
     check_versions,
+    claims_elsewhere,
     heartbeats,
     ranks_of,
     serving,
@@ -286,3 +292,61 @@ def test_heartbeat_that_was_stopped_for_a_fork_leaves_no_thread_and_goes_on(
         heart.stop()
         assert threading.active_count() == threads
     assert announced_in(store) == [LAUNCHER]  # it has not ended on purpose
+
+
+@pytest.fixture
+def first(store: AnnouncingStore) -> Iterator[Announcement]:
+    """A launcher of host 0 that announces itself again and again."""
+    mine = Heartbeat(lambda: store, LAUNCHER, "0").mine
+    store.announce(mine)
+    has_ended = threading.Event()
+
+    def announce() -> None:
+        while not has_ended.wait(0.01):
+            store.announce(mine)
+
+    thread = threading.Thread(target=announce)
+    thread.start()
+    yield mine
+    has_ended.set()
+    thread.join()
+
+
+def test_second_machine_of_a_host_is_refused_and_names_both_processes(
+    store: AnnouncingStore, first: Announcement
+) -> None:
+    second = Heartbeat(lambda: store, LAUNCHER, "0").mine
+    me = f"process {os.getpid()} on host {socket.gethostname()}"
+
+    with pytest.raises(ConfigError, match=f"the launcher of host 0 is {me}, and this is {me}"):
+        check_alone(store, second)
+
+
+def test_other_hosts_and_components_are_no_second_machine(
+    store: AnnouncingStore, first: Announcement
+) -> None:
+    check_alone(store, Heartbeat(lambda: store, LAUNCHER, "1").mine)
+    check_alone(store, Heartbeat(lambda: store, HOST_CACHE, "0").mine)
+
+    assert claims_elsewhere(store, 0) == []  # both are of this machine
+
+
+@pytest.mark.parametrize("late_s", [0.0, MISSED_BEATS * HEARTBEAT_S + 1.0])
+def test_process_that_was_killed_or_is_silent_leaves_the_place_of_its_host(late_s: float) -> None:
+    now = NOW
+    with closing(MemoryStore("west", clock=lambda: now)) as store:
+        before = Heartbeat(lambda: store, LAUNCHER, "0").mine
+        ended = re.sub(r"-\d+-", "-1-", before.process)  # a process that began with the machine
+        store.announce(replace(before, process=before.process if late_s else ended))
+        now += late_s
+
+        check_alone(store, mine := Heartbeat(lambda: store, LAUNCHER, "0").mine)
+
+        assert [one.process for one in store.announced()] == [mine.process]
+
+
+def test_process_of_another_machine_claims_its_host(store: AnnouncingStore) -> None:
+    store.announce(Announcement(HOST_CACHE, "0", process="gpu7:42:0f0f0f0f-1-abcdef"))
+
+    assert claims_elsewhere(store, 0) == ["the host cache of host 0 is process 42 on host gpu7"]
+    assert claims_elsewhere(store, 1) == []

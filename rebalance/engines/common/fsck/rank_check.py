@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb.errors import MigrationError
+from eplb.errors import reason_of
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.fsck.report import BEGUN, FAULT, REPAIRED, ROUND, Fault
-from rebalance.engines.common.gauge import set_part
-from rebalance.engines.common.records import Kept, rows_of, write
+from rebalance.engines.common.records import Kept
+from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
+from rebalance.weights.expert_records import rows_of, write
 
 log = logging.getLogger(__name__)
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
@@ -82,7 +83,7 @@ class RankCheck:
             view = make_view()
             own = check.digests_of(view)
         except Exception as exc:
-            reason = f"{type(exc).__name__}: {exc}"
+            reason = reason_of(exc)
         by_rank = self._gather((own, reason))
         refused = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(by_rank) if why]
         faults: list[Fault] = []
@@ -195,7 +196,7 @@ class SlotRepair:
         try:
             self._record = self._kept.bring(self._view.rows.index(fault.row), fault.expert)
         except Exception as exc:
-            self._error = f"{exc}" if isinstance(exc, MigrationError) else repr(exc)
+            self._error = reason_of(exc)
 
     def visit(self) -> tuple[int, int] | None:
         """Write the record that is here, if it is still wanted; return layer and slot then."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eplb.errors import StoreError
+from eplb.errors import StoreError, counted
 from telemetry.state.store import StateStore
 
 Kind = Literal["slot", "replicas", "factor", "tensors", "choice", "map", "list"]
@@ -52,12 +52,13 @@ class Report:
         """The report for an operator."""
         checking = [rank for rank, reason in self.ranks.items() if not reason]
         rounds = min((self.rounds.get(rank, 0) for rank in checking), default=0)
-        first = f"run {self.run}: {len(checking)} ranks check their slots, {rounds} rounds complete"
+        of_ranks = f"{len(checking)} of {counted(len(self.ranks), 'rank')} check"
+        first = f"run {self.run}: {of_ranks}, {counted(rounds, 'complete round')}"
         refused = [f"rank {rank} does not check: {why}" for rank, why in self.ranks.items() if why]
         parts = [f"rank {rank}: {text}" for rank, text in self.parts.items() if text]
-        last = f"{len(self.faults)} faults"
+        last = counted(len(self.faults), "fault")
         if self.num_repaired:
-            last += f", {self.num_repaired} slots repaired from kept records"
+            last += f", {counted(self.num_repaired, 'slot')} repaired from kept records"
         return [first, *parts, *self.refused, *refused, *self.faults, last]
 
 
