@@ -15,6 +15,7 @@ weights), ``scrub_schedule`` (idle steps), ``mover`` (bytes) and ``watcher`` (th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -108,8 +109,10 @@ class RankAgent:
             clock=links.monotonic,
             beat=watchdog.mover,
         )
+        # Weakly: an agent that another one has replaced is freed at once, with its mapped memory,
+        # and not by the next full collection.
         self.watcher = watcher = links.threads(
-            links.store, self, mover, shared, links.reporter, watchdog, links.loss
+            links.store, weakref.proxy(self), mover, shared, links.reporter, watchdog, links.loss
         )
         # For reports and inspection, as all that has no underscore below; an engine needs none of
         # it.
@@ -393,6 +396,7 @@ class RankAgent:
         if self._link_server is not None:
             self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
+        self.voter.pending = None  # its exchange keeps the group's sockets open
 
     # -- after a death (rebalance.recovery, rebalance.assembly.survivors)
 

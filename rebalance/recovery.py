@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from threading import Event
+from threading import Event, Thread
 from typing import TypeVar
 
 import torch
@@ -26,7 +27,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.clock import Clock, Deadline
 from eplb.errors import RankError, StaleGeneration, StoreError
-from eplb.migration.recovery import Recovery, SurvivorReport, WrittenEnd, decide, is_minority
+from eplb.migration.recovery import (
+    Recovery,
+    SurvivorReport,
+    WrittenEnd,
+    cut_off,
+    decide,
+    is_minority,
+    is_settled,
+)
 from rebalance.agent import REPORT_DEADLINE_S, RankAgent
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
@@ -35,6 +44,10 @@ from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
 MINORITY_S = 2.0  # for the record of the others, by ranks that take most of the group for dead
+# For a report of the other half, by the half without the lowest rank: one that was cut off, and is
+# not dead, reports when this one does.
+HALF_S = 0.3
+CHECK_S = 0.02  # from one look at whether a group that is being formed is void to the next
 MEET_S = 0.002  # from one look for another survivor's address to the next, at first
 
 log = logging.getLogger(__name__)
@@ -121,22 +134,31 @@ def _agree(
     """Return another survivor's record, or write one once all live ranks have reported.
 
     Ranks whose links are cut take all others for dead, and wait for nobody. So a minority first
-    leaves the record to the others.
+    leaves the record to the others, and the sides of a cut first wait until each knows all ranks of
+    the other one.
     """
     overtaken_by: int | None = None
     while True:
+        if report.dead != (dead := tuple(sorted(survivor.dead()))):
+            report = replace(report, dead=dead)
+            store.add_survivor_report(report)
         version, standing = store.version(), store.recovery()
         if standing is not None and standing.membership > report.membership:
             return _own_run(standing, report)
         reports = store.survivor_reports(report.run, report.membership)
-        lost = survivor.dead() & survivor.members
-        silent = survivor.members - {one.rank for one in reports} - lost
+        reported = {one.rank for one in reports}
+        lost = survivor.members & {*report.dead}
+        silent = survivor.members - reported - lost
         most_s = reports_s if silent else 0.0
         if is_minority(survivor.members, lost):
+            is_known = 2 * len(lost) > len(survivor.members) or lost & reported
+            most_s = max(most_s, MINORITY_S if is_known else HALF_S)
+        elif not is_settled(reports, report.rank):
             most_s = max(most_s, MINORITY_S)
         left_s = most_s - waited_s()
         if left_s <= 0:
-            record = decide(reports, survivor.dead(), silent, _written_end(survivor, store, report))
+            beyond = cut_off(reports, report.rank) | {*report.dead}
+            record = decide(reports, beyond, silent, _written_end(survivor, store, report))
             written = store.recover(record, expected_membership=report.membership)
             if written is not None:
                 return written
@@ -236,8 +258,16 @@ class NewGroups:
     members: Sequence[int]  # by their number in the deployment, in the order of the groups
 
 
-# To delete a group that is broken would wait for its exchanges up to their deadline.
-_kept: list[NewGroups] = []
+def let_go(held: list[object]) -> None:
+    """Delete what refers to gloo groups that nobody uses any more, with their sockets and threads.
+
+    The deletion of a broken group waits for its exchanges, up to their deadline. torch does not
+    hold the interpreter meanwhile, so a thread of its own does it.
+
+    Args:
+        held: the last references.
+    """
+    Thread(target=held.clear, name="eplb-old-groups", daemon=True).start()
 
 
 def rejoin(
@@ -254,6 +284,9 @@ def rejoin(
 ) -> NewGroups:
     """Form new groups, separate from those that serve or are broken; each member calls this.
 
+    gloo waits for a rank that never comes up to its deadline. So the groups are formed on a thread
+    of their own, which is left alone once ``check`` fails.
+
     Args:
         name: tells the keys of these groups from those of others in the rendezvous.
         members: ranks by their number in the deployment, in the order of the groups.
@@ -262,32 +295,57 @@ def rejoin(
         host: as for the votes of the first group.
         deadline_s: for all to have joined.
         silence_s: as for the votes of the first group.
-        check: called once they are formed: what it raises gives them up.
+        check: called while others are waited for: what it raises gives the groups up.
         device: whose tensors are exchanged as tokens.
 
     Raises:
         RankError: a member died or timed out meanwhile.
     """
     place, size = members.index(rank), len(members)
+    is_void, made = Event(), Future[NewGroups]()
 
     def formed(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
         store = PrefixStore(f"{name}-{what}", rendezvous)
         return form_group(store, place, size, deadline_s=deadline_s, device=device)
 
-    try:
+    def form() -> NewGroups:
         # NCCL goes on to listen; its group is formed before listeners are closed.
         tokens = formed("tokens", device) if device != CPU else None
         with gloo_listeners_closed():
             tokens = tokens or formed("tokens")
             control = formed("control")
-            check()  # before listeners are closed that others of this process may have opened since
+            if is_void.is_set():  # else listeners were closed that later groups have opened since
+                raise RankError(f"the groups {name!r} were given up")
+        votes = GlooVotes(
+            control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=members
+        )
+        return NewGroups(tokens, control, votes, members)
+
+    def run() -> None:
+        try:
+            made.set_result(form())
+        except Exception as exc:
+            made.set_exception(exc)
+
+    Thread(target=run, name="eplb-new-groups", daemon=True).start()
+    while not made.done():
+        try:
+            check()
+        except BaseException:
+            is_void.set()
+            made.add_done_callback(_close_late)
+            raise
+        wait([made], CHECK_S)
+    try:
+        return made.result()
     except RuntimeError as exc:
         raise RankError(f"rank {rank} cannot join ranks {list(members)}: {exc}") from exc
-    votes = GlooVotes(
-        control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=members
-    )
-    _kept.append(NewGroups(tokens, control, votes, members))
-    return _kept[-1]
+
+
+def _close_late(made: Future[NewGroups]) -> None:
+    """Have the others notice that groups were given up, which were formed too late."""
+    if made.exception() is None:
+        made.result().votes.close(is_failure=True)
 
 
 class StoreRendezvous(Store):

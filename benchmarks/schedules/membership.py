@@ -228,6 +228,13 @@ class SimulatedTime:
     sleep = staticmethod(lambda seconds: greenlet.getcurrent().parent.switch(lambda: True))
 
 
+class PassingTime(SimulatedTime):
+    """The same, with the clock of the schedule: who waits for a host does not wait for ever."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.time = self.monotonic = clock  # type: ignore[method-assign]
+
+
 # -- programs
 
 
@@ -398,6 +405,7 @@ class MembershipSchedule(Schedule):
                 (survivors, "WeightSources", self._sources),
                 (survivors, "recover", self._recover),
                 (recovery, "time", SimulatedTime),
+                (survivors, "time", PassingTime(lambda: self.now)),
             ):
                 stack.enter_context(replaced(where, name, by))
             super().run()

@@ -126,6 +126,34 @@ def is_minority(members: Collection[int], lost: Collection[int]) -> bool:
     return most or (half and min(members) in lost)
 
 
+def cut_off(reports: Sequence[SurvivorReport], by: int) -> frozenset[int]:
+    """Ranks with a report that cannot be in one group with a rank, or with those that it takes.
+
+    Two ranks of which one takes the other for dead, and both of which report, are on two sides of a
+    network that is cut. A record with both would name a group that nobody can form.
+
+    Args:
+        reports: of all ranks so far, with that of ``by``.
+        by: the rank that decides; others are taken in the order of their numbers.
+    """
+    taken: list[SurvivorReport] = []
+    for report in sorted(reports, key=lambda report: (report.rank != by, report.rank)):
+        if not any(one.rank in report.dead or report.rank in one.dead for one in taken):
+            taken.append(report)
+    return frozenset(report.rank for report in reports) - {one.rank for one in taken}
+
+
+def is_settled(reports: Sequence[SurvivorReport], by: int) -> bool:
+    """Whether all on the side of a rank take the same ranks for dead, or no dead rank reports.
+
+    While a network is being cut, each rank misses the others at another moment.
+    """
+    reported = {report.rank for report in reports}
+    beyond = cut_off(reports, by)
+    views = {frozenset(report.dead) for report in reports if report.rank not in beyond}
+    return len(views) == 1 or not any(view & reported for view in views)
+
+
 def _ended(alive: Sequence[SurvivorReport], written: WrittenEnd | None) -> tuple[int, int, int]:
     """(plan id, transactions applied, generation) that all survivors can reach."""
     newest = max(alive, key=lambda report: report.generation)

@@ -64,7 +64,7 @@ from rebalance.assembly.rank import (
 )
 from rebalance.assembly.survivors import Stages, refusal_to_serve_on, serve_on
 from rebalance.protocol import phases
-from rebalance.recovery import recover
+from rebalance.recovery import let_go, recover
 from rebalance.types import StepCounter
 from runtime.counters import PassCounter, SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
@@ -96,8 +96,8 @@ class EmbeddedRank:
     _passes: StepCounter | None
     has_left: bool = False  # as planned, so this process is to end, with status 0
     _dispatchers: list[AllToAllDispatcher] = field(default_factory=list)
-    # Broken groups: to delete one would wait for its exchanges up to their deadline.
-    _broken: list[RankGroups] = field(default_factory=list)
+    # To delete a broken group of NCCL would wait for its exchanges up to their deadline.
+    _broken: list[dist.ProcessGroup] = field(default_factory=list)
     _next: NextGroup | None = None
 
     def __post_init__(self) -> None:
@@ -180,6 +180,7 @@ class EmbeddedRank:
         why = refusal
         try:
             if made := self._go_on(stages, refusal):
+                before: list[object] = [self.place.groups]
                 self.built, self.place, step = made
                 assert isinstance(self._passes, PassCounter), "or it does not serve on"
                 self._passes.go_on(step)
@@ -187,6 +188,7 @@ class EmbeddedRank:
                     dispatcher.use(self.place.topology, self.place.groups.tokens)
                 self._watch()
                 self.agent.start()
+                let_go(before)  # all ranks of the new group have left the one before
                 report_run(rank, self.place.run, self._environ)
                 report_ready(rank, self._environ)
                 log.warning("rank %d serves in run %s: %s", rank, self.place.run, stages.seconds)
@@ -232,8 +234,11 @@ class EmbeddedRank:
                 log.warning("rank %d: the group is not changed as planned: %s", rank, exc)
         if formed is not None:
             formed.close()
-        self._broken.append(place.groups)
+            void: list[object] = [formed]
+            formed = None
+            let_go(void)
         if place.device.type == "cuda":
+            self._broken.append(place.groups.tokens)
             end_exchanges(place.groups.tokens, place.device)
         return serve_on(built, place, steps, stages)
 

@@ -173,6 +173,7 @@ class NextGroup:
     def take(self) -> Formed | None:
         """End this part; gives the groups that were formed."""
         self._is_over.set()
+        self._built.agent.on_look = lambda: None  # else the old agent keeps the group
         if self._forming.ident is not None:
             # In vain where gloo waits for a rank: what is formed then is closed by the thread.
             self._forming.join(RETRY_S)

@@ -10,23 +10,26 @@
 Tokens for an expert without a live replica wait: no survivor serves before the refill, so none is
 dropped, and none is computed with wrong weights.
 
-A survivor that dies before the group is formed is left out: the others agree again. What fails
-later ends all survivors; all ranks then start again from the store, which has either placement. So
-a death between the group and the first pass costs a start of all ranks.
+A survivor that dies before the group is formed, or does not come to form it, is left out: the
+others agree again. What fails later ends all survivors; all ranks then start again from the store,
+which has either placement. So a death between the group and the first pass costs a start of all
+ranks. A host cache that is started again meanwhile is waited for.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from eplb.clock import Clock
+from eplb.clock import Clock, Deadline
 from eplb.core.placement import Placement
 from eplb.errors import MigrationError, PlacementError, RankError
 from eplb.migration.recovery import Recovery, run_of
@@ -38,8 +41,9 @@ from rebalance.assembly.group import RankGroups
 from rebalance.assembly.rank import BuiltRank
 from rebalance.rank.parts import AgentSettings
 from rebalance.rank.watcher import StoreLoss
-from rebalance.recovery import NewGroups, StoreRendezvous, recover, rejoin
+from rebalance.recovery import NewGroups, StoreRendezvous, let_go, recover, rejoin
 from rebalance.stage.share import RankSlots
+from rebalance.types import Record
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, HostMemory, WeightSources
 from runtime.dispatch.all_to_all import first_sentence
@@ -48,6 +52,8 @@ from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
 
 GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
+CACHE_DEADLINE_S = 20.0  # for a host cache that is started again while survivors refill
+CACHE_RETRY_S = 0.1
 MAX_REFUSAL = 600  # characters
 
 log = logging.getLogger(__name__)
@@ -139,9 +145,10 @@ def join_survivors(
         device: as for ``rejoin``.
 
     Raises:
-        RankError: there was no agreement, or no group although no survivor is known to be dead.
+        RankError: there was no agreement, or twice no group of the same survivors.
     """
-    while True:  # ends: each turn leaves a rank out
+    tried = frozenset[int]()
+    while True:  # ends: each turn but the first leaves a rank out
         record = recover(agent, store)
         stages.end("agree")
 
@@ -163,18 +170,25 @@ def join_survivors(
                 host=host,
                 deadline_s=deadline_s,
                 silence_s=silence_s,
+                check=check,
                 device=device,
             )
             together(rank, groups, "formed")  # from here on nobody comes back to agree again
         except RankError as exc:
             if groups is not None:
                 groups.votes.close(is_failure=True)
-            if not lost():
+            # Who did not come does not report either. If all come again, a second try shows what is
+            # wrong: that a link is cut is seen late where no beats are sent.
+            if not lost() and tried == frozenset(record.survivors):
                 raise
+            tried = frozenset(record.survivors)
             log.warning("membership=%d rank=%d without a group: %s", record.membership, rank, exc)
         else:
             stages.end("group")
             return record, groups
+        void: list[object] = [groups]
+        groups = None
+        let_go(void)
 
 
 def _in_group(
@@ -195,9 +209,9 @@ def _in_group(
     try:
         survival = survive(old.placement, topology, dead)
         stages.end("map")
-        links.sources.host.release()  # what a migration that was broken off had leased
         refills = survival.refills_of(place.rank)
-        refill(slots, links.sources.host, refills, built.config.network.fill_deadline_s)
+        check = partial(raise_if_dead, place.rank, groups)
+        refill(slots, links.sources.host, refills, built.config.network.fill_deadline_s, check)
         stages.end("refill")
     except PlacementError as exc:
         slots_per_rank = -(-old.placement.num_experts // len(record.survivors))
@@ -300,18 +314,45 @@ def serve_in(
 
 
 def refill(
-    slots: RankSlots, host: HostMemory, refills: Sequence[Refill], deadline_s: float
+    slots: RankSlots,
+    host: HostMemory,
+    refills: Sequence[Refill],
+    deadline_s: float,
+    check: Callable[[], None],
 ) -> None:
     """Load experts that no survivor holds into this rank's live slots, which nothing reads now.
+
+    Args:
+        slots: of this rank.
+        host: which has the records; one that does not answer is asked again for CACHE_DEADLINE_S.
+        refills: what to load.
+        deadline_s: of each request.
+        check: called before a request is repeated.
 
     Raises:
         MigrationError: the host has no record of one, or its bytes are wrong.
     """
     bank, size = slots.bank, max(1, host.room)
+    patience = Deadline.after(CACHE_DEADLINE_S, time.monotonic)
+
+    def lease(records: Sequence[Record]) -> None:
+        while True:
+            try:
+                host.lease(records, deadline_s=deadline_s)
+                return
+            except MigrationError as exc:
+                if patience.has_passed:
+                    raise MigrationError(f"{exc}, for {CACHE_DEADLINE_S:g} s") from exc
+                log.info("rank %d waits for its host cache: %s", slots.rank, exc)
+            check()
+            time.sleep(CACHE_RETRY_S)  # a cache sends no notification when it is there again
+
+    with suppress(MigrationError):  # a cache that has ended has no leases either
+        host.release()  # what a migration that was broken off had leased
     for first in range(0, len(refills), size):
         batch = refills[first : first + size]
         records = [(one.layer, one.expert) for one in batch]
-        host.lease(records, deadline_s=deadline_s)
+        lease(records)
         for one, record in zip(batch, records, strict=True):
             slot, expected = one.slot - slots.first_slot, slots.digests[record].tolist()
             live = bank.live(one.layer, slot)
@@ -324,7 +365,8 @@ def refill(
                     f"layer {one.layer} slot {slot}: digest mismatch after loading expert "
                     f"{one.expert}"
                 )
-        host.release(records)
+        with suppress(MigrationError):
+            host.release(records)
 
 
 def _sources(
@@ -363,16 +405,22 @@ def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) 
 
 def together(rank: int, groups: NewGroups, mine: Any) -> list[tuple[int, Any]]:
     """Every rank's message, with its number in the deployment."""
-
-    def check() -> None:
-        if dead := groups.votes.dead():
-            raise RankError(f"rank {rank}: rank {min(dead)} died before all served on")
-
+    check = partial(raise_if_dead, rank, groups)
     try:
         return list(zip(groups.members, gathered(mine, groups.control, check), strict=True))
     except RuntimeError as exc:
         why = first_sentence(exc)
         raise RankError(f"rank {rank}: a rank died before all served on: {why}") from exc
+
+
+def raise_if_dead(rank: int, groups: NewGroups) -> None:
+    """Wait for a new group no longer once a rank of it is dead.
+
+    Raises:
+        RankError: a rank is.
+    """
+    if dead := groups.votes.dead():
+        raise RankError(f"rank {rank}: rank {min(dead)} died before all served on")
 
 
 def commit_group(

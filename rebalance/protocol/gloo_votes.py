@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,21 +41,21 @@ class GlooVotes:
         silence_s: float = 0.0,
         members: Sequence[int] | None = None,
     ) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         own = host or _host_towards_rendezvous(group)
         self._liveness = LivenessConnections(
             group.rank(),
-            self._exchange,
+            partial(self._exchange, group),
             host=own,
             deadline_s=deadline_s,
             silence_s=silence_s,
             members=members,
         )
 
-    def _exchange(self, mine: Address) -> list[Address]:
+    def _exchange(self, group: dist.ProcessGroup, mine: Address) -> list[Address]:
         host, port, key = mine
         try:
-            found = gathered((host, port, key.hex()), self._group)
+            found = gathered((host, port, key.hex()), group)
         except RuntimeError as exc:
             raise RankError(
                 f"a rank died or timed out during the exchange of addresses: {exc}"
@@ -63,6 +64,7 @@ class GlooVotes:
 
     def cast(self, ballot: Sequence[int]) -> PendingVote:
         """Start an asynchronous all-reduce with MIN."""
+        assert self._group is not None, "a rank that has left casts no vote"
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
     def begin_beats(self) -> None:
@@ -76,6 +78,7 @@ class GlooVotes:
     def close(self, *, is_failure: bool = False) -> None:
         """Announce the leave to all ranks, unless it is a failure, and close the connections."""
         self._liveness.close(is_failure=is_failure)
+        self._group = None  # it is deleted where it is let go, not with this rank's old agent
 
 
 def _address_of(rank: int, message: Any) -> Address:

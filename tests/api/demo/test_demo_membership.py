@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,27 @@ def test_retired_rank_exits_and_comes_back_once_it_is_wanted(
     after = rank_pids(demo)
     assert {title for title in before if after[title] != before[title]} == {"rank 2"}
     assert demo.halts_right()["deaths"] == 0
+
+
+@pytest.mark.slow
+def test_rank_has_no_more_open_files_and_threads_after_further_changes(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_serving(tmp_path, start_demo)
+
+    def used() -> list[int]:
+        process = Path("/proc", str(rank_pids(demo)["rank 0"]))
+        return [len(list((process / of).iterdir())) for of in ("fd", "task")]
+
+    for number, ranks in enumerate([[0, 1, 2], ALL, [0, 1, 2], ALL, [0, 1, 2], ALL], start=1):
+        want(demo, f"change {number}", ranks, ALL if ranks != ALL else [0, 1, 2])
+        demo.sees("the next group", regrouped(number))
+        demo.sees("its steps", serve(ranks))
+        if number == 2:
+            first = used()
+    demo.sees("no more than after the first ones", lambda _: all(map(le, used(), first)))
+
+    demo.halts_right()
 
 
 @pytest.mark.slow

@@ -20,22 +20,27 @@ from eplb.migration.recovery import (
     Recovery,
     SurvivorReport,
     WrittenEnd,
+    cut_off,
     decide,
     is_minority,
+    is_settled,
 )
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import PlanRef, RankPhase, missed_verdicts
 from rebalance.recovery import (
+    MINORITY_S,
     Deadlines,
     membership_of_start,
     recover,
 )
+from rebalance.types import VoteGroup
 from runtime.experts import ExpertSchema
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalVotes
 from tests.support.stores import MemoryStore
 
 # -- the decision
@@ -225,6 +230,46 @@ def test_ranks_that_lost_most_of_the_group_are_its_minority(
     assert is_minority(range(4), lost) is is_smaller
 
 
+def lost(*views: tuple[int, ...]) -> list[SurvivorReport]:
+    """Reports of ranks 0, 1 and so on, by what each takes for dead."""
+    return [said(rank, dead=dead) for rank, dead in enumerate(views)]
+
+
+@pytest.mark.parametrize(
+    ("views", "by", "beyond"),
+    [
+        ([(), (), ()], 0, set()),
+        ([(3,), (3,), (3,)], 0, set()),  # it has not reported: nothing says that it is alive
+        ([(2, 3), (2, 3), (0, 1), (0, 1)], 0, {2, 3}),
+        ([(2, 3), (2, 3), (0, 1), (0, 1)], 3, {0, 1}),
+        ([(3,), (), (), ()], 0, {3}),
+        ([(3,), (), (), ()], 1, {3}),  # either can be in its group, both cannot
+        ([(3,), (), (), ()], 3, {0}),
+        ([(1, 2, 3), (0,), (0,), (0,)], 0, {1, 2, 3}),
+    ],
+)
+def test_ranks_that_take_each_other_for_dead_are_not_in_one_group(
+    views: list[tuple[int, ...]], by: int, beyond: set[int]
+) -> None:
+    assert cut_off(lost(*views), by) == beyond
+
+
+@pytest.mark.parametrize(
+    ("views", "is_one"),
+    [
+        ([(), (), (), ()], True),
+        ([(4,), (), (4,), ()], True),  # a dead rank, which not all have noticed
+        ([(2, 3), (2, 3), (0, 1), (0, 1)], True),
+        ([(2, 3), (3,), (0, 1), (0, 1)], False),
+        ([(3,), (), (), ()], False),
+    ],
+)
+def test_sides_of_a_cut_are_settled_once_each_knows_all_of_the_other(
+    views: list[tuple[int, ...]], is_one: bool
+) -> None:
+    assert is_settled(lost(*views), 0) is is_one
+
+
 # -- agents in one process
 
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
@@ -399,6 +444,58 @@ def test_second_death_during_recovery_leaves_the_others_agreed(group: Group) -> 
     # Rank 0 alone had swapped the first layer, and what it held is gone with it.
     assert records[0].applied == 0
     group.assert_one_placement([1, 2], migration.base)
+
+
+@pytest.mark.parametrize("has_reported", [False, True], ids=["dead", "cut off"])
+def test_half_without_the_lowest_rank_waits_long_only_for_a_half_that_reports(
+    group: Group, has_reported: bool
+) -> None:
+    for rank in range(4) if has_reported else (2, 3):
+        group.store.add_survivor_report(group.agents[rank].survivor_report())
+    group.votes.kill(0)
+    group.votes.kill(1)
+    now = itertools.count(step=0.05)
+
+    (record,) = group.recover([2], lambda: next(now))
+
+    assert isinstance(record, Recovery)
+    assert record.survivors == (2, 3)
+    assert (next(now) > MINORITY_S) is has_reported
+
+
+class CutVotes(LocalVotes):
+    """Votes over a network that is being cut: each rank has noticed the loss of its own ranks."""
+
+    def __init__(self, lost: dict[int, set[int]]) -> None:
+        super().__init__(len(lost))
+        self.lost = lost
+
+    def member(self, rank: int) -> VoteGroup:
+        made = super().member(rank)
+        made.dead = lambda: frozenset(self.lost[rank])  # type: ignore[method-assign]
+        return made
+
+
+def test_record_names_one_side_of_a_cut_that_ranks_notice_one_after_the_other() -> None:
+    votes = CutVotes({0: {3}, 1: {2}, 2: {0}, 3: {1}})
+    group = Group(START, TOPOLOGY)
+    group.votes = votes
+    group.add_all(SCHEMA, RECORDS, num_staging=2)
+    group.begin()
+
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(group.recover, [0, 1, 2, 3], lambda: 0.0)  # no wait ends by its time
+        version = -1
+        while len(group.store.survivor_reports("run", 0)) < 4:
+            version = group.store.wait(version, NEVER_S)
+        votes.lost = {0: {2, 3}, 1: {2, 3}, 2: {0, 1}, 3: {0, 1}}
+        records = told.result()
+
+    assert isinstance(records[0], Recovery)
+    assert records[0].survivors == (0, 1)
+    assert records[1] == records[0]
+    assert all("excluded it" in str(one) for one in records[2:])
+    group.close()
 
 
 def test_store_outage_ends_a_recovery_with_an_error_in_time(group: Group) -> None:

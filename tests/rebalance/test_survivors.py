@@ -1,0 +1,92 @@
+"""What survivors load before they serve on, and what the agent leaves that they replace."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
+from eplb.errors import MigrationError, RankError
+from eplb.migration.survivors import Refill
+from rebalance.assembly.survivors import refill
+from rebalance.types import Record
+from runtime.experts import ExpertSchema
+from tests.support.agent_group import AgentGroup, held_in, records_of
+from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalHost
+
+SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
+RECORDS = records_of(SCHEMA, 1, 4)
+START = Placement([[0, 1, 2, 3]], 4)  # type: ignore[arg-type]
+
+
+class RestartingHost(LocalHost):
+    """A host cache that does not answer the first requests, as if it were started again."""
+
+    def __init__(self, records: Mapping[Record, torch.Tensor], num_failures: int) -> None:
+        super().__init__(records)
+        self.num_failures = num_failures
+
+    def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise MigrationError("the preload process disconnected")
+        return super().lease(records, **given)
+
+
+@pytest.fixture
+def group() -> AgentGroup:
+    made = AgentGroup(START, Topology.uniform(1, 2, 2))
+    made.add_all(SCHEMA, RECORDS, num_staging=1)
+    return made
+
+
+def test_closed_agent_is_freed_with_what_it_maps_without_a_collection(group: AgentGroup) -> None:
+    group.begin()
+    group.close()
+
+    agent = group.agents.pop()
+    found = [weakref.ref(agent), weakref.ref(agent.mover), weakref.ref(agent.parts)]
+    del agent
+
+    assert [one() for one in found] == [None, None, None]
+
+
+def test_refill_waits_for_a_host_cache_that_is_started_again(group: AgentGroup) -> None:
+    slots = group.agents[0].parts.slots
+
+    refill(slots, RestartingHost(RECORDS, 2), [Refill(0, 1, 3)], NEVER_S, lambda: None)
+
+    assert held_in(group.banks[0], 4) == [[0, 3]]
+
+
+def test_refill_ends_where_another_survivor_dies_while_the_host_cache_is_gone(
+    group: AgentGroup,
+) -> None:
+    def check() -> None:
+        raise RankError("rank 1 died")
+
+    with pytest.raises(RankError, match="rank 1 died"):
+        refill(
+            group.agents[0].parts.slots, RestartingHost(RECORDS, 9), [Refill(0, 1, 3)], 1.0, check
+        )
+
+
+def test_refill_names_how_long_it_has_waited_for_a_host_cache_that_stays_away(
+    group: AgentGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rebalance.assembly.survivors.CACHE_DEADLINE_S", 0.0)
+
+    with pytest.raises(MigrationError, match="the preload process disconnected, for 0 s"):
+        refill(
+            group.agents[0].parts.slots,
+            RestartingHost(RECORDS, 9),
+            [Refill(0, 1, 3)],
+            1.0,
+            lambda: None,
+        )
