@@ -68,7 +68,7 @@ def test_command_without_its_library_names_the_extra(base: Path, command: str, e
     assert ended.returncode == 2, ended.stderr
     assert re.fullmatch(
         rf"eplb: this command needs \w+, which is not installed, expected: pip install "
-        rf"'eplb\[{extra}\]'\n",
+        rf"'eplb\[{extra}\]', in a clone '\.\[{extra}\]'\n",
         ended.stderr,
     )
 
