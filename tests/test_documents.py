@@ -21,7 +21,7 @@ from api.cli.main import app
 from api.config.tree import load, profile_names
 from api.http.app import create_app
 from rebalance.engines.common.start import GAUGE
-from rebalance.engines.vllm.tools.replay import STRATEGY
+from rebalance.engines.vllm.replay import STRATEGY
 from telemetry import open_store
 from telemetry.formats.engines.vllm import STATS
 from tests.support.documents import (

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from api.cli.options import AsJson
 from api.terminal.printable import plain_table, print_plain, printable
@@ -77,22 +77,21 @@ def render(entries: Sequence[Entry]) -> Table:
     for number, entry in enumerate(entries):
         is_new_run = not number or entry.run != entries[number - 1].run
         if is_new_run:
-            table.add_row("", "", "", "", "", f"[bold]start {_cell(entry.run)}[/]", "")
+            table.add_row(
+                "", "", "", "", "", Text(f"start {printable(entry.run)}", style="bold"), ""
+            )
         clock = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S.%f")[:-3]
         place = (entry.rank, entry.step, entry.generation, entry.plan_id or "")
         style = STYLES.get(entry.what, "")
-        table.add_row(clock, *map(str, place), _cell(entry.what), detail_of(entry), style=style)
+        shown = Text(printable(entry.what)), Text(detail_of(entry))
+        table.add_row(clock, *map(str, place), *shown, style=style)
     return table
 
 
 def detail_of(entry: Entry) -> str:
     """Give the detail of an entry as text."""
     said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
-    return _cell("  ".join(said))
-
-
-def _cell(text: str) -> str:
-    return escape(printable(text))
+    return printable("  ".join(said))
 
 
 def num_dropped(entries: Sequence[Entry]) -> int:

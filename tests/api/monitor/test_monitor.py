@@ -527,7 +527,7 @@ def test_plain_lines_print_each_event_once(store: StateStore) -> None:
     lines, seen = PlainLines(), looked_at(store)
 
     assert list(lines.new(seen)) == [
-        "run a: 2 ranks, 1 layers x 3 experts in 4 slots",
+        "run a: 2 ranks, 1 layer x 3 experts in 4 slots",
         "generation=1 window=0 steps=0..1 imbalance=1.600 unbalanced=1.600",
         "generation=2 window=1 steps=2..3 imbalance=1.000 unbalanced=1.600",
         'generation=1 commit plan=0 reason="start"',

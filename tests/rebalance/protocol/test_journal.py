@@ -255,12 +255,12 @@ def test_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
         ["recovery", "transactions=2"],
     ]
     assert [row for row in rows if row[0] == "start"] == [["start", "run-1"], ["start", "run-2"]]
-    assert done.output.splitlines()[-1] == "4 of 4 entries, 1 notes dropped"
+    assert done.output.splitlines()[-1] == "4 of 4 entries, 1 dropped"
 
     flags = ["--rank", "1", "--no-votes", "--last", "5"]
     done = CliRunner().invoke(app, ["journal", str(tmp_path), *flags], env={"COLUMNS": "120"})
     assert "verdict" not in done.output
-    assert done.output.splitlines()[-1].startswith("1 of 1 entries")
+    assert done.output.splitlines()[-1].startswith("1 of 1 entry")
 
 
 def test_folder_without_journals_is_an_error(tmp_path: Path) -> None:

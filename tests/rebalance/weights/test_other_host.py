@@ -667,7 +667,7 @@ def test_host_reads_ahead_what_a_coming_plan_may_bring_it(
 def test_host_cache_without_checkpoint_and_hosts_is_refused(
     small_model: ModelShape, small_schema: ExpertSchema
 ) -> None:
-    with pytest.raises(ConfigError, match="without a checkpoint"):
+    with pytest.raises(ConfigError, match="has no checkpoint to read"):
         CacheSources(
             None, RecordOrigin.of(None, small_model, small_schema), HostCacheSettings(), lambda: 0
         )

@@ -121,7 +121,7 @@ def test_rank_whose_clock_is_off_changes_neither_verdict_nor_windows(
     store.acquire_lease("one", 60.0)
     store.add_event("recovery", {"reason": "rank 1 died before"})
     ranks = [rank_on(store, rank, time) for rank, time in enumerate(times)]
-    arrivals = Arrivals(store, None, StoreClock(store, monotonic=times[0].monotonic))
+    arrivals = Arrivals(store, StoreClock(store, monotonic=times[0].monotonic))
     for window in range(12):
         for time in times:
             time.passed += 1.0
