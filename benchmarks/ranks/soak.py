@@ -33,7 +33,7 @@ from benchmarks.ranks.soak_readings import MIB, Level
 from benchmarks.result_table import Row
 
 START_DEADLINE_S = 240.0
-SILENCE_S = 90.0  # of rank 0, which speaks every second: a vote may wait for 30
+SILENCE_S = 90.0  # silence that ends a run; rank 0 prints each second, a vote may wait 30
 END_DEADLINE_S = 30.0  # a rank hands its last samples over first
 GRACE_S = 2.0  # after a first failure, for reports of the others
 

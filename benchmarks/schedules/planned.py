@@ -67,8 +67,8 @@ from telemetry.state.membership import MEMBERS, MembershipRefused
 OPERATIONS = (Doing.RETIRE, Doing.SCALE)
 SERVED = (Life.SERVING, Life.RECOVERING)
 ENDED = (Life.DEAD, Life.REFUSED, Life.LEFT)
-QUIET = 0.3  # of programs have operations and plans alone: then nothing may break
-EACH = 0.15  # of the others have this fault
+QUIET = 0.3  # part of the programs that have operations and plans alone: then nothing may break
+EACH = 0.15  # part of the other programs that have one given fault
 
 
 def planned_program(rng: Random) -> Program:
