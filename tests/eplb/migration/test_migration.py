@@ -194,11 +194,20 @@ def test_shares_alone_flip_without_moves() -> None:
     assert migration.placement_after(1).slot_share.tolist() == share.tolist()
 
 
-def test_base_without_its_spares_cannot_flip() -> None:
+def test_base_without_its_spares_has_them_after_a_flip() -> None:
+    full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]] * 2), num_experts=4)
+
+    migration = build_migration(full, TRADED, ONE_SPARE, plan_id=1, pace=FLIP)
+
+    in_use = migration.target.slot_to_expert.reshape(2, 2, 3) != EMPTY
+    assert in_use.sum(axis=2).tolist() == [[2, 2]] * 2
+
+
+def test_target_without_its_spares_cannot_be_reached_by_a_flip() -> None:
     full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]] * 2), num_experts=4)
 
     with pytest.raises(PlacementError, match="rank 0 has fewer than 1 EMPTY slots"):
-        build_migration(full, TRADED, ONE_SPARE, plan_id=1, pace=FLIP)
+        build_migration(TRADED, full, ONE_SPARE, plan_id=1, pace=FLIP)
 
 
 @pytest.mark.parametrize(

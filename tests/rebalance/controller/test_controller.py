@@ -102,6 +102,17 @@ def test_with_spares_it_plans_without_them_and_publishes_a_flip(deployment: Depl
     assert decisions(deployment.store) == ["MOVE"]
 
 
+def test_next_plan_empties_the_spares_that_survivors_refilled_into(deployment: Deployment) -> None:
+    full = Placement(np.array([[0, 1, 2, 3, EMPTY, EMPTY]]), num_experts=4, generation=1)
+    deployment.store.commit(full, expected=0, reason="survivors refilled, then a rank joined")
+    deployment.serve(SKEWED)
+
+    deployment.controller(pace=Pace(mode="flip", spare_slots=1)).turn()
+
+    target = deployment.published().target
+    assert (target.slot_to_expert == EMPTY).reshape(2, 3).sum(axis=1).tolist() == [1, 1]
+
+
 def test_placement_without_spares_is_an_error(deployment: Deployment) -> None:
     deployment.serve(SKEWED)
 
