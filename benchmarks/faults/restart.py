@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults.restart [--kills 7] [--seed 1]
 
-Two hosts with two ranks each (``two_host_deployment``; needs root). A token's time is that which
+Two hosts with two ranks each (``deployments``; needs root). A token's time is that which
 ranks write down. The parts end with entries of the journal, which have the store's time:
 
     agree   the kill to the record of the survivors (``recovery``)
@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from threading import Event
 
+from benchmarks.faults.deployments import RANKS, Hosts, TwoHostDeployment
 from benchmarks.faults.observing import GRACE_S
-from benchmarks.faults.two_host_deployment import RANKS, Hosts, TwoHostDeployment
 
 PARTS = {"agree": "recovery", "end": "error", "meet": "run"}
 STEADY_S, DEADLINE_S, POLL_S = 5.0, 120.0, 0.1

@@ -35,8 +35,8 @@ from api.demo.options import DEFAULTS, Options
 from api.demo.setup import prepare
 from api.demo.state_dir import StateDir
 from api.processes.commands import own_command
+from benchmarks.faults.deployments import Process
 from benchmarks.faults.paced_engine import TOKENS_VARIABLE
-from benchmarks.faults.two_host_deployment import Process
 from telemetry.state.events import MEMBERSHIP, SERVE_ON_STAGES
 from tests.support.deployments import clean_environ, free_ports
 from tests.support.repository import ROOT
