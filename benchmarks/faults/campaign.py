@@ -19,7 +19,8 @@ seed, which also draws ranks and times. A kind is a first fault, and with ``+`` 
 
 A case is over when all ranks have stepped for a while, the operation on ranks has ended, and a
 controller is there; else ``short`` (other ranks serve) or ``down``. With ``--restarts 0`` ranks
-that died are not started again, and half of them may die before the deployment starts anew.
+that died are not started again, and half of them may die before the deployment starts anew. With
+``--end-all`` nobody serves on: a death is a warm restart of all ranks.
 
     token      from the kill or stop of a rank that serves to the first step of a later group
     gap        the longest time without a token of any rank
@@ -64,21 +65,11 @@ SINGLES = ("rank", "stop", "controller", "cache", "store", "scale")
 PAIRS = (*(f"{a}+{b}" for a in ("rank", "recovery", "join", "scale") for b in SECONDS), "rank+stop")
 # Longest time between the two faults, by the first one: as long as what the second is to meet.
 APART_S = {"rank": 0.5, "recovery": 0.125, "join": 2.0, "scale": 2.0}
-POLL_S, STEADY_S, GRACE_S, SETTLED_S = 0.05, 2.0, 1.0, 0.5
+POLL_S, STEADY_S, GRACE_S, SETTLED_S = 0.02, 2.0, 1.0, 0.5
 DEADLINE_S, OPERATION_S, STAGE_S = 120.0, 60.0, 20.0
 CACHE_S, LOCKED_S = 1.0, 2.0
 MEMBER_S = 0.5  # a rank that has stepped within so long is a member
 LARGEST, CHECKED = (0.5, 0.99, 1.0), ("wrong", "checks")
-
-
-def wait_until(is_over: Callable[[], bool], deadline_s: float = DEADLINE_S) -> bool:
-    """Poll until something holds, or a deadline."""
-    deadline = time.monotonic() + deadline_s
-    while not is_over():
-        if time.monotonic() > deadline:
-            return False
-        Event().wait(POLL_S)
-    return True
 
 
 class Case:
@@ -109,6 +100,7 @@ class Case:
         self._gone_at = list[float]()  # when members were killed or stopped
         self._kept, self._operations = dict[str, int](), dict[str, set[int]]()
         self._name, self._since = seed, 0.0
+        self._due = list[tuple[float, Callable[[], object]]]()  # when a fault ends, and what does
 
     def run(self) -> dict[str, Any]:
         """Inject the faults, and wait until all is well; returns the line of the log."""
@@ -121,12 +113,13 @@ class Case:
         for name in names:
             if at:
                 apart_s = self._rng.uniform(0.0, APART_S[first])
-                Event().wait(self._rng.choice([0.0, apart_s]) if first == "rank" else apart_s)
+                self.wait(None, self._rng.choice([0.0, apart_s]) if first == "rank" else apart_s)
             at.append(round(time.monotonic() - begun, 2))
             getattr(self, f"inject_{name}")()
         if not self._comes_back:
             self.ranks -= self._hit
-        is_right = wait_until(self.has_changed) and wait_until(self.is_steady)
+        self.wait(lambda: not self._due)  # before it reads the store, which it may have locked
+        is_right = self.wait(self.has_changed) and self.wait(self.is_steady)
         ended, now, host = time.monotonic(), self.host.living(), self.host
         served = [one for one in served_in(host.token_folder) if one.time > begun - GRACE_S]
         return {
@@ -174,18 +167,16 @@ class Case:
     def inject_cache(self) -> None:
         """Kill the host cache, and start it again."""
         self.host.processes["cache"].kill()
-        Event().wait(CACHE_S)
-        self.host.processes["cache"].start()
+        self._due.append((time.monotonic() + CACHE_S, self.host.processes["cache"].start))
         self._told.append("cache")
 
     def inject_store(self) -> None:
         """Lock the store for a while."""
         path = self.host.deployment.settings.deployment.state_dir / "store.sqlite"
         seconds = self._rng.uniform(0.1, LOCKED_S)
-        with closing(sqlite3.connect(path, timeout=DEADLINE_S, isolation_level=None)) as held:
-            held.execute("BEGIN EXCLUSIVE")
-            Event().wait(seconds)
-            held.execute("ROLLBACK")
+        held = sqlite3.connect(path, timeout=DEADLINE_S, isolation_level=None)
+        held.execute("BEGIN EXCLUSIVE")
+        self._due.append((time.monotonic() + seconds, held.close))
         self._told.append(f"store locked for {seconds:.1f} s")
 
     def inject_recovery(self) -> None:
@@ -197,12 +188,12 @@ class Case:
             record = self.store.recovery()
             return record is not None and record.time >= since
 
-        wait_until(is_recorded, STAGE_S)
+        self.wait(is_recorded, STAGE_S)
 
     def inject_join(self) -> None:
         """Kill a rank, and wait until it offers itself to the others."""
         rank = self.inject_rank()
-        wait_until(lambda: rank in {one.rank for one in self.store.joiners()}, STAGE_S)
+        self.wait(lambda: rank in {one.rank for one in self.store.joiners()}, STAGE_S)
 
     def inject_scale(self) -> None:
         """Ask some ranks to leave."""
@@ -227,6 +218,19 @@ class Case:
         self._told.append(f"ranks {given} wanted")
 
     # -- what is waited for
+
+    def wait(self, is_over: Callable[[], bool] | None, deadline_s: float = DEADLINE_S) -> bool:
+        """Poll until something holds, or a deadline; end the faults that are due."""
+        deadline = time.monotonic() + deadline_s
+        while is_over is None or not is_over():
+            now = time.monotonic()
+            for one in [one for one in self._due if one[0] <= now]:
+                self._due.remove(one)
+                one[1]()
+            if now > deadline:
+                return False
+            Event().wait(min(POLL_S, deadline - now))
+        return True
 
     def look(self) -> None:
         """Note what the store has acknowledged, and what of that it has no more."""
@@ -326,6 +330,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--silence", type=float, default=3.0, help="agent.silence_s")
     parser.add_argument("--restarts", type=int, default=1_000_000, help="of ranks that died")
+    parser.add_argument("--end-all", action="store_true", help="a death ends all ranks")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later")
     given = parser.parse_args()
     if given.add is None:
@@ -348,6 +353,7 @@ def campaign(given: argparse.Namespace, kinds: Sequence[str]) -> None:
     known = {line["case"] for line in read(given.log)}
     left = [number for number in range(given.count) if number not in known]
     settings = {
+        "agent.serve_on": not given.end_all,
         "agent.silence_s": given.silence,
         "supervision.restart_after_death": given.restarts,
     }
@@ -360,7 +366,7 @@ def campaign(given: argparse.Namespace, kinds: Sequence[str]) -> None:
                 host = OneHost(stack, life, *shape, settings)
                 store = stack.enter_context(closing(host.deployment.opened_store()))
                 start = Case(host, store, ranks, "start", "start", comes_back=True)
-                is_right = wait_until(start.is_steady)
+                is_right = start.wait(start.is_steady)
                 while left and is_right and len(ranks) > given.ranks // 2:
                     if time.monotonic() - begun > given.seconds:
                         break

@@ -26,6 +26,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,7 @@ RESTART_S = 20.0  # longer than a host cache may be silent
 REFUSED = 2
 STATE_BYTES = 2 * LEAST_FREE_BYTES  # size of a host's file system for state
 END_S = 20.0
+STEADY_S, START_S, GRACE_S, POLL_S = 5.0, 120.0, 2.0, 0.1
 HOSTS, RANKS = range(2), range(4)
 ANY_ADDRESS = {"bind": "0.0.0.0", "protected-mode": "no"}  # of a host in a namespace of its own
 SETTINGS: dict[str, Any] = {
@@ -235,7 +237,7 @@ class FaultyDeployment:
 
 
 class OneHost(FaultyDeployment):
-    """A deployment on this host whose survivors serve on.
+    """A deployment on this host.
 
     Args:
         stack: ends it.
@@ -273,7 +275,6 @@ class OneHost(FaultyDeployment):
             "model.intermediate": 32 if is_cpu else 512,
             "telemetry.window_steps": 16,
             "http.port": port,
-            "agent.serve_on": True,
             "supervision.process_restarts": 1_000_000,
             **given,
         }
@@ -384,6 +385,18 @@ class TwoHostDeployment(FaultyDeployment):
     def ranks_serve(self, within_s: float) -> bool:
         """Whether each rank has stepped within so long."""
         return len(self.stepping(within_s)) == self.num_ranks
+
+    def until_steady(self) -> None:
+        """Be the service manager until all ranks have stepped for a while."""
+        deadline = since = time.monotonic()
+        deadline += START_S
+        while time.monotonic() - since < STEADY_S:
+            self.look()
+            if not self.ranks_serve(GRACE_S):
+                since = time.monotonic()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"not all ranks stepped for {STEADY_S} s within {START_S} s")
+            Event().wait(POLL_S)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:
         """Ask the service."""

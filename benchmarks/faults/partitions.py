@@ -35,7 +35,6 @@ from benchmarks.faults.hosts_soak import GIVEN
 from benchmarks.faults.observing import GRACE_S, gaps
 from benchmarks.faults.paced_engine import different_maps, served_in
 from benchmarks.faults.pairs import note, read
-from benchmarks.faults.restart import until_steady
 from tests.support.two_hosts import CUTS
 
 HOST_GONE = "host gone"
@@ -96,7 +95,7 @@ def settled(deployment: TwoHostDeployment, healed: float) -> bool:
 
 def run(deployment: TwoHostDeployment, cause: str, cut_s: float, rng: random.Random) -> Any:
     """Suffer one case; returns its line."""
-    until_steady(deployment)
+    deployment.until_steady()
     Event().wait(rng.uniform(0.0, CUT_WITHIN_S))
     load, begun, date = os.getloadavg()[0], time.monotonic(), time.time()
     mend = cut(deployment, cause)

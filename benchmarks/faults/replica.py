@@ -34,7 +34,6 @@ from benchmarks.faults.injected import generation_of
 from benchmarks.faults.observing import gaps
 from benchmarks.faults.paced_engine import different_maps, served_in
 from benchmarks.faults.partitions import wait
-from benchmarks.faults.restart import until_steady
 from telemetry import open_store
 from telemetry.state.redis_address import parse_address
 from telemetry.state.redis_link import RedisLink
@@ -85,7 +84,7 @@ def run(stack: ExitStack, hosts: Hosts, lag_s: float, is_safe: bool, seed: int) 
         raise TimeoutError(f"the replica was not in step within {LINKED_S:g} s")
     if is_safe:
         ask(of_primary, "CONFIG SET", "min-replicas-to-write", "1")
-    until_steady(deployment)
+    deployment.until_steady()
     Event().wait(random.Random(f"{seed} {lag_s}").uniform(0.0, 2.0))
     load = os.getloadavg()[0]
     if lag_s:
