@@ -104,9 +104,9 @@ def test_retired_rank_exits_and_comes_back_once_it_is_wanted(
     demo.sees("its steps", serve(ALL))
 
     assert (status, asked["operation"]["wanted"]) == (200, [0, 1, 3])
-    assert [one[0] for one in refusals] == [409, 409]
+    assert [one[0] for one in refusals] == [409, 412]
     assert 'asked for {"retire": [2]}, found {"to": 2}' in refusals[0][1]["detail"]
-    assert "at epoch 0, found epoch 1" in refusals[1][1]["detail"]
+    assert "the epoch is 1, expected 0" in refusals[1][1]["detail"]
     assert (repeated[0], repeated[1]["operation"]["ended"]) == (200, "done")
     assert grown_status == 200
     assert (retired["survivors"], retired["joined"], retired["left"]) == ([0, 1, 3], [], [2])
@@ -137,13 +137,13 @@ def test_rank_has_no_more_open_files_and_threads_after_further_changes(
     demo.halts_right()
 
 
-def admitting(rank: int, after: int) -> Callable[[StateStore], Any]:
-    """A proposal past an id that admits a rank."""
+def admitted(rank: int, dead: set[str]) -> Callable[[StateStore], str]:
+    """The process of a rank that a proposal admits, other than those that are dead."""
 
-    def found(store: StateStore) -> Any:
+    def found(store: StateStore) -> str:
         proposal = store.proposed_group()
-        is_new = proposal is not None and proposal.id > after and str(rank) in proposal.joiners
-        return proposal if is_new else None
+        process = proposal.joiners.get(str(rank), "") if proposal is not None else ""
+        return "" if process in dead else process
 
     return found
 
@@ -157,10 +157,10 @@ def test_rank_that_dies_three_times_while_it_joins_does_so_in_the_end_and_the_ot
 
     demo.kill("rank 3")
     demo.sees("its next process", lambda _: rank_pids(demo).get("rank 3", 0) != before["rank 3"])
-    demo.sees("its offer", lambda store: store.joiners())
-    killed, proposed = {demo.kill("rank 3")}, 0
+    (offer,) = demo.sees("its offer", lambda store: store.joiners())
+    dead, killed = {offer.process}, {demo.kill("rank 3")}
     for _ in range(2):
-        proposed = demo.sees("a proposal with its next process", admitting(3, proposed)).id
+        dead.add(demo.sees("a proposal with its next process", admitted(3, dead)))
         killed.add(demo.kill("rank 3"))
     demo.sees("four ranks", serve(ALL))
 
@@ -178,7 +178,7 @@ def test_member_that_dies_while_the_next_group_forms_is_left_out_and_both_join_l
     before = rank_pids(demo)
 
     demo.kill("rank 3")
-    demo.sees("a proposal with its next process", admitting(3, 0))
+    demo.sees("a proposal with its next process", admitted(3, set()))
     demo.kill("rank 0")  # the member that proposes
     demo.sees("four ranks", serve(ALL))
 
