@@ -50,7 +50,6 @@ def config_in(folder: Path, **changes: Any) -> Path:
         "planner.target_imbalance": 1.0,
         "engine.max_moved": 1.0,
         "engine.phase": "decode",
-        "engine.preflight": "off",  # has tests of its own
     } | {name.replace("__", "."): value for name, value in changes.items()}
     file = folder / f"eplb-{len(list(folder.iterdir()))}.toml"
     file.write_text("".join(f"{name} = {json.dumps(one)}\n" for name, one in settings.items()))
