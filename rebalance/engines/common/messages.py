@@ -123,6 +123,7 @@ class LinkReport:
     plans: bool | None = None  # whether the last plan was made; None: none was asked for
 
 
+END = b""  # the last message of a rank
 # From the rank, and to the rank.
 ToStore = Sample | MapChange | Noted | MoveOutcome | PassWindow | PlanQuestion
 Reply = LinkReport | PlanQuestion | PlannerAnswer

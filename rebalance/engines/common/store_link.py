@@ -2,7 +2,7 @@
 
 A rank of an engine starts it (``store_process``), and it ends with the connection. The interpreter
 of the engine is therefore never held up by what a sample costs on its way to the store, and what a
-rank has handed over survives the rank's death. A store that is gone is tried again; samples wait in
+rank has sent survives the rank's death. A store that is gone is tried again; samples wait in
 memory or in the spool meanwhile.
 
 On rank 0 it also holds the lease of the deployment, so that two engines never share a run, and the
@@ -425,7 +425,7 @@ def why_refused(kind: str, request: Mapping[str, Any]) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Serve a rank until its end of the connection is closed."""
+    """Serve a rank until its last message, or its death."""
 
     def reply(what: Reply) -> None:
         with suppress(OSError):  # the rank is gone; its messages are still written
@@ -433,8 +433,8 @@ def serve(connection: Connection) -> None:
 
     link = StoreLink(from_bytes(connection.recv_bytes()), reply)
     with suppress(EOFError, OSError):
-        while True:
-            link.take(from_bytes(connection.recv_bytes()))
+        while message := connection.recv_bytes():
+            link.take(from_bytes(message))
     link.close()
 
 

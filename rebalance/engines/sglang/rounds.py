@@ -145,8 +145,6 @@ class Rounds:
         if self.stopped:
             return
         self._pass += 1
-        if self.recorder is not None:
-            self.recorder.flush()  # what the device had not copied before
         with self._collective():
             if self._pass == 1:  # the server's warm-up: nothing has moved yet
                 self._keep_records()

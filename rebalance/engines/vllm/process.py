@@ -303,7 +303,6 @@ class PluginProcess:
             assert self.recorder is not None, "a tap has a recorder"
             for counted in self._tap.add(load, held, phase, self.generation):
                 self.recorder.add(counted)
-            self.recorder.flush()  # what the device had not copied before
             if not state._should_record_current_step(log_stats=log_stats):
                 for each in state.model_states.values():
                     each.expert_load_pass.zero_()  # vLLM did not ask for this pass
