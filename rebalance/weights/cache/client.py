@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from eplb.errors import MigrationError
 from eplb.versions import RANKS, Announcement, announcement_from_dict, refusal
 from rebalance.types import CalledOff, Digest, IsWanted, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
-from rebalance.weights.link.wire import Message, malformed_responses_fail
+from rebalance.weights.link.wire import Message, Wire, malformed_responses_fail
 from rebalance.weights.sources import Place
 from runtime.memory import SharedArena, attach
 from runtime.streams import Completion, OnStream, new_stream
@@ -78,7 +77,7 @@ class HostCacheClient:
     def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
         """Connect, and map the memory [entries, record_bytes] of the host cache."""
         try:
-            wire, hello = connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
+            wire, hello = self._open(deadline_s, start_deadline_s)
         except MigrationError as exc:
             raise MigrationError(f"the host cache {self._name} does not answer: {exc}") from exc
         try:
@@ -97,6 +96,10 @@ class HostCacheClient:
             wire.close()
             raise
         self._wire, self._memory = wire, memory.reshape(-1, self.record_bytes)
+
+    def _open(self, deadline_s: float, start_deadline_s: float) -> tuple[Wire, Message]:
+        """A connection to the host cache, and its hello."""
+        return connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
 
     def _connect_again(self) -> None:
         """Connect to the process that has replaced a dead one.
@@ -279,14 +282,6 @@ class HostCacheClient:
         }
         answer = self._ask("offer", f"the places of {len(offered)} offers", deadline_s, message)
         return [str(place) for place in answer["places"]]
-
-    def stats(self, *, deadline_s: float) -> Counter[str]:
-        """Return the host's counters, as ``HostCacheServer.stats``.
-
-        Raises:
-            MigrationError: the host cache disconnected or timed out.
-        """
-        return Counter(self._ask("stats", "the statistics", deadline_s, {})["figures"])
 
     # -- bytes
 

@@ -231,7 +231,8 @@ class EngineRank:
     def result(self) -> dict[str, Any]:
         """The map, what the check has found, and where records came from; ends the plug-in."""
         kept, checks = self.kept, self.checks
-        server = None if kept is None or kept.server is None else kept.server.stats()
+        library = None if kept is None else kept.server
+        server = None if library is None or library.server is None else library.server.stats()
         found = {
             "map": self.held.tolist(),
             "lists": self.lists,
