@@ -91,7 +91,8 @@ class StoreProcess:
         """Hand over a sample of some rows and columns. Never waits and never raises."""
         number = self._sequence
         self._sequence += 1
-        self._offer(lambda: counted.sample(number, rows, columns), counted.copied)
+        origin = self._identity
+        self._offer(lambda: counted.sample(origin, number, rows, columns), counted.copied)
 
     def add_window(self, counted: Counted, weights: IntArray) -> None:
         """Hand over all ranks' tokens by slot for the planner. Never waits and never raises."""
