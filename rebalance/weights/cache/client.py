@@ -22,7 +22,6 @@ from eplb.versions import RANKS, Announcement, announcement_from_dict, refusal
 from rebalance.types import CalledOff, Digest, IsWanted, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
 from rebalance.weights.link.wire import Message, Wire, malformed_responses_fail
-from rebalance.weights.sources import Place
 from runtime.memory import SharedArena, attach
 from runtime.streams import Completion, OnStream, new_stream
 
@@ -38,7 +37,9 @@ LOOK_S = 0.25  # latency of a cancellation, which no condition can signal to thi
 
 
 class HostCacheClient:
-    """A rank's connection: the ``HostMemory`` of a host. Used by one thread, and ``hint`` by any.
+    """A rank's connection: a ``WeightSource`` whose records are leased before they are pulled.
+
+    Used by one thread, and ``hint`` by any.
 
     Args:
         address: of the host cache.
@@ -149,7 +150,11 @@ class HostCacheClient:
     def lease(
         self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Lease those records that are not leased yet. See ``HostMemory.lease``."""
+        """Lease those records that are not leased yet, as ``load``.
+
+        Returns:
+            Bytes that were loaded into host memory for it: "disk", "other_host".
+        """
         missing = [record for record in records if record not in self._entry_of]
         if not missing:
             return {}
@@ -289,8 +294,11 @@ class HostCacheClient:
         """Return to the mover's own stream after each copy."""
         self._stream.back = back
 
-    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
-        """Order the copy of a part of a leased record. See ``WeightSource.pull``."""
+    def pull(self, record: Record, place: object, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part of a leased record, whose place is always the host.
+
+        See ``WeightSource.pull``.
+        """
         with self._stream:
             self.read_part(record, offset, into)
             return Completion(is_cuda=self._is_cuda, stream=self._stream.stream)
