@@ -51,7 +51,8 @@ from rebalance.assembly.survivors import (
 )
 from rebalance.recovery import RETRY_S, NewGroups, StoreRendezvous, rejoin
 from rebalance.types import Record
-from rebalance.weights.sources import HOST, HostMemory, MappedSlots, WeightSources, map_peers
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.sources import HOST, MappedSlots, WeightSources, map_peers
 from runtime.group import await_exchange, gathered
 from runtime.memory import digest
 from telemetry.state.events import REGROUPED
@@ -340,7 +341,7 @@ def form(
 
 
 def prove_weights(
-    host: HostMemory, digests: torch.Tensor, record_bytes: int, deadline_s: float
+    host: HostCacheClient, digests: torch.Tensor, record_bytes: int, deadline_s: float
 ) -> None:
     """Compare the first and the last record of this rank's host with what serves.
 
