@@ -154,7 +154,6 @@ class Subject:
     operands: Callable[[int], list[Operands]]  # [C] what kernels read of each slot of a layer
     interrupted: Callable[[IntArray], None] | None = None  # the same, until a transfer fails
     reload: Callable[[], None] | None = None  # the same weights, by the engine's own loader
-    commit: Callable[[IntArray], None] | None = None  # a map [L, S] of weights that are there
 
 
 @dataclass(frozen=True)

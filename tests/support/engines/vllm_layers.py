@@ -277,15 +277,8 @@ def subject_of(
                 unmoved.discard(layer)
                 continue
             rebalance_execute.move_from_buffer(weights, buffers, moved, row, rank)
-            commit_layer(layer, row)
-
-    def commit_layer(layer: int, row: IntArray) -> None:
-        own_commit(model_state, torch.from_numpy(row), layer)
-        held[layer] = row
-
-    def commit(target: IntArray) -> None:
-        for layer, row in zip(layers, target, strict=True):
-            commit_layer(layer, row)
+            own_commit(model_state, torch.from_numpy(row), layer)
+            held[layer] = row
 
     def interrupted(target: IntArray) -> None:
         try:
@@ -307,7 +300,6 @@ def subject_of(
         move,
         lambda row: operands_of(modules[row]),
         interrupted if may_fail else None,
-        commit=commit,
     )
 
 
