@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, replace
+from enum import Enum
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ import typer
 from api.cli.config import Configured
 from api.cli.deploy import Host, deployment_of, say
 from api.cli.late import BAD_INPUT
-from api.cli.options import AsJson, print_report, with_options
+from api.cli.options import AsJson, ReportOptions, Seed, print_report, with_options
 from api.cli.store_place import (
     ConfiguredDeployment,
     ConfiguredStore,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from api.deploy.check import Costs, Finding
 
 FAULTY = 1
+ConformEngine = Enum("ConformEngine", {name: name for name in ("vllm", "sglang")})  # type: ignore[misc]
 
 Accept = Annotated[
     bool,
@@ -127,6 +129,39 @@ def fsck(
         raise typer.Exit(FAULTY)
     if any("" not in report.ranks.values() for report in reports.values()):
         raise typer.Exit(BAD_INPUT)
+
+
+@with_options
+def conform(
+    given: ReportOptions,
+    engine: Annotated[ConformEngine, typer.Option(help="The engine that is installed here.")],
+    quantisation: Annotated[
+        list[str] | None, typer.Option(help="Case of a quantisation; by default all of them.")
+    ] = None,
+    moves: Annotated[int, typer.Option(min=1, max=100, help="Forced moves in a row.")] = 3,
+    seed: Seed = 0,
+) -> None:
+    """Prove that an engine moves experts without changing one, on its own layers in this process.
+
+    Exit status 0: all layers are proved; 1: some are not; 2: the engine cannot be imported.
+    """
+    # Imported here: it needs torch.
+    from rebalance.engines.common.conform import report, verdicts_of
+
+    names = quantisation or ()
+    with progress("quantisations", len(names) or None, is_shown=not given.json_output) as advance:
+        about, verdicts, not_run = verdicts_of(
+            engine.value, names, num_moves=moves, seed=seed, advance=advance
+        )
+
+    def show() -> None:
+        for line in report(about, verdicts, not_run).splitlines():
+            say(printable(line))
+
+    layers = [asdict(one) for one in verdicts]
+    given.give({"about": about, "not_run": not_run, "layers": layers}, show)
+    if not all(one.may_move for one in verdicts):
+        raise typer.Exit(FAULTY)
 
 
 def _found(findings: Iterable[Finding], is_json: bool) -> list[Finding]:

@@ -37,6 +37,7 @@ COMMANDS: dict[str, dict[str, Late]] = {
         "compile": Late("api.cli.deploy:compile_kernels"),
         "check": Late("api.cli.check:check"),
         "fsck": Late("api.cli.check:fsck"),
+        "conform": Late("api.cli.check:conform"),
         "config": Late("api.cli.config:config"),
     },
     "Watch a deployment": {

@@ -2,10 +2,9 @@
 
     .venv-vllm/bin/python -m benchmarks.engines.trust [--seeds 6]
 
-Four gloo ranks with vLLM's own layers, loader and mover (``tests/support/engines/vllm_layers.py``),
-and the plug-in's mover and placement check. After a move one fault is planted on one rank, all
-slots are looked at, and all layers are moved once more: a fault that another slot has then has
-spread.
+Four gloo ranks with vLLM's own layers, loader and mover (``rebalance/engines/vllm/bench.py``) and
+the plug-in's mover and placement check. After a move one fault is planted on one rank, all slots
+are looked at, and all layers are moved once more: a fault that another slot has then has spread.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from rebalance.engines.common.conform import EACH, LAYERS, RANKS
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.plugin_settings import settings_of
+from rebalance.engines.vllm import bench
+from rebalance.engines.vllm.conform import subject_of
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
-from tests.support.engines import vllm_layers as bench
-from tests.support.engines.conform import EACH, LAYERS, RANKS
-from tests.support.engines.vllm_layers import subject_of
 
 # Kinds, and the quantisations in which each is planted.
 WITH_SCALES = ("fp8 block", "mxfp4", "int8")

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
-from tests.support.engines import vllm_on_cpu as on_cpu
 from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import config_in, settings_in, wait_until
 from tests.support.engines.vllm_ranks import Layer, eplb_state

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from rebalance.engines.common.conform import all_faults
 from rebalance.engines.common.fsck import rank_check
 from rebalance.engines.common.fsck.check import (
     DeviceMaps,
@@ -22,7 +23,6 @@ from rebalance.engines.common.fsck.check import (
 )
 from rebalance.engines.common.fsck.report import Report, report_of
 from telemetry import open_store
-from tests.support.engines.conform import all_faults
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (
     EACH,

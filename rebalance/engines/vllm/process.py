@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import eplb
 from eplb.core.load import Phase
 from eplb.errors import MigrationError, RankError
-from rebalance.engines.common.fsck.check import DeviceMaps, EngineView, Named, direct
+from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
 from rebalance.engines.common.planning import System
@@ -31,6 +30,7 @@ from rebalance.engines.common.records import Kept, capture
 from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
+from rebalance.engines.vllm.conform import experts_of, read_of
 from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
@@ -398,26 +398,6 @@ class PluginProcess:
     def will_move(self, question: PlanQuestion) -> None:
         """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
         self._moving = question if question.task_id else None
-
-
-def experts_of(layer: Any) -> Any:
-    """The module with the weights of a layer; a runner holds it."""
-    return getattr(layer, "routed_experts", layer)
-
-
-def read_of(experts: Any) -> Iterator[Named]:
-    """Tensors of the objects that vLLM's kernels read beside the layer's parameters."""
-    method = getattr(experts, "quant_method", None)
-    config = getattr(method, "moe_quant_config", None)
-    for part in ("a1", "a2", "w1", "w2"):
-        description = getattr(config, f"_{part}", None)
-        if description is not None:
-            for name, tensor in direct(description):
-                yield f"kernel {part} {name}", tensor
-    kernel = getattr(method, "moe_kernel", None)
-    if kernel is not None:
-        for name, tensor in direct(kernel.fused_experts):
-            yield f"kernel {name}", tensor
 
 
 def group_among(parallel: Any, first: int, size: int) -> EngineGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engines.conform import LayerVerdict, report, verdicts_of
+from rebalance.engines.common.conform import LayerVerdict, report, verdicts_of
 from tests.support.engines.sglang_ranks import NAME
 
 pytestmark = pytest.mark.slow

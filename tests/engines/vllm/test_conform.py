@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from tests.support.engines.conform import LayerVerdict, verdicts_of
+from rebalance.engines.common.conform import LayerVerdict, verdicts_of
 
 pytestmark = pytest.mark.slow
 

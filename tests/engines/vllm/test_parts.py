@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rebalance.engines.vllm import policy
+from rebalance.engines.vllm.conform import subject_of
 from telemetry import open_store
 from telemetry.load.reader import RunReader
 from tests.support.engines.gauge import value_of
@@ -29,7 +30,6 @@ from tests.support.engines.ranks import (
     on_ranks,
     settings_in,
 )
-from tests.support.engines.vllm_layers import subject_of
 from tests.support.engines.vllm_ranks import ROWS, TOP_K, make_rank
 
 PASSES = 64

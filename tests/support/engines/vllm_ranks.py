@@ -25,11 +25,11 @@ from vllm.distributed import parallel_state
 from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
 from rebalance.engines.vllm import mover as mover
+from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.guards import ASSUMED as ASSUMED
 from rebalance.engines.vllm.guards import refusals as refusals
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
-from tests.support.engines import vllm_on_cpu as on_cpu
 from tests.support.engines.ranks import (
     INTERVAL,
     NUM_EXPERTS,

@@ -3,18 +3,12 @@
 Layers are made, loaded and processed by vLLM's own classes, for the back end that a case names.
 What only a GPU has is replaced: the check whether a kernel runs here, one conversion to FP8, and
 the groups of the parallel state. No kernel of vLLM runs.
-
-A forced move takes the way of vLLM's asynchronous balancer, layer by layer: ``transfer_layer``,
-``move_from_buffer``, and the commit of the layer's map.
-
-Shapes:  L MoE layers, S slots of all ranks, C slots of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +18,6 @@ import torch.distributed as dist
 import vllm.model_executor.layers.fused_moe.modular_kernel as kernels
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.distributed.eplb import eplb_state, rebalance_execute
 from vllm.distributed.eplb.eplb_state import EplbLayerState
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -43,29 +36,15 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 from vllm.model_executor.layers.quantization.online.int8 import Int8OnlineMoEMethod
-from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
 
-from eplb.errors import MigrationError
-from rebalance.engines.common.fsck.check import EngineView
-from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.process import experts_of, read_of
-from runtime.group import gathered_large
-from tests.support.engines import vllm_on_cpu as on_cpu
-from tests.support.engines.conform import (
-    EACH,
-    EXPERTS,
-    LAYERS,
-    RANKS,
-    Matrix,
-    Operands,
-    Subject,
-    drawn,
-)
+from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
+from rebalance.engines.vllm import on_cpu
+from rebalance.engines.vllm.conform import subject_of
 
 HIDDEN, INTERMEDIATE = 256, 128  # scales of NVFP4 are swizzled in tiles of 128 rows
 SLOTS = RANKS * EACH
@@ -242,132 +221,3 @@ def ocp_experts() -> Iterator[type]:
 
 def _to_fp8(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, group: Any = None) -> None:
     out.copy_((x.float() / scale).clamp(-448, 448).to(out.dtype))
-
-
-def subject_of(
-    model_state: Any, held: IntArray, group: Any, layers: list[int], *, may_fail: bool = False
-) -> Subject:
-    """Some layers of a model in vLLM's balancer.
-
-    Args:
-        model_state: vLLM's, after ``add_model``.
-        held: [L, S] the map; kept current by moves.
-        group: vLLM's coordinator of the ranks that balance.
-        layers: by their order in the model.
-        may_fail: whether a transfer of vLLM's own communicator for gloo may be made to fail.
-    """
-    model, rank = model_state.model, group.rank_in_group
-    modules = {layer: experts_of(model.moe_layers[layer]) for layer in layers}
-    communicator = model_state.communicator
-    unmoved: set[int] = getattr(communicator, "unmoved", set())
-    # The plug-in's hook would tell the store of a new map.
-    wrapped = eplb_state._commit_eplb_maps_for_layer
-    own_commit = getattr(wrapped, "__wrapped__", wrapped)
-
-    def move(target: IntArray, until: int | None = None) -> None:
-        for layer, row in zip(layers, target, strict=True):
-            old, new = torch.from_numpy(held[layer]), torch.from_numpy(row)
-            weights, buffers = model.expert_weights[layer], list(model_state.expert_buffer)
-            if layer == until:
-                fail_once(communicator)
-            moved = rebalance_execute.transfer_layer(
-                old, new, weights, buffers, group.device_group, communicator, layer_idx=layer
-            )
-            if layer in unmoved:  # the plug-in's mover keeps its map: nothing is copied
-                unmoved.discard(layer)
-                continue
-            rebalance_execute.move_from_buffer(weights, buffers, moved, row, rank)
-            own_commit(model_state, torch.from_numpy(row), layer)
-            held[layer] = row
-
-    def interrupted(target: IntArray) -> None:
-        try:
-            move(target, until=layers[len(layers) // 2])
-        except MigrationError:
-            return  # as vLLM's worker: the maps of the layers before it serve
-
-    return Subject(
-        EngineView(
-            layers,
-            lambda row: (model.moe_layers[row], list(model.expert_weights[row])),
-            lambda row: held[row],
-            rank,
-            group.world_size,
-            lambda row: read_of(modules[row]),
-        ),
-        lambda own: gathered_large(own, group.cpu_group),
-        {layer: method_of(module) for layer, module in modules.items()},
-        move,
-        lambda row: operands_of(modules[row]),
-        interrupted if may_fail else None,
-    )
-
-
-def fail_once(communicator: Any) -> None:
-    """Have the next transfer fail on this rank, after vLLM has prepared it."""
-
-    def execute() -> None:
-        del communicator.execute
-        communicator._ops.clear()  # as vLLM's own ``execute`` does whatever fails
-        raise MigrationError("a transfer failed, as planned")
-
-    communicator.execute = execute
-
-
-def method_of(experts: Any) -> str:
-    """The quantisation of a layer and its back end, by vLLM's names."""
-    method = getattr(experts, "quant_method", None)
-    ends = [
-        str(one.value)
-        for name, one in getattr(method, "__dict__", {}).items()
-        if name.endswith("_backend") and isinstance(one, Enum)
-    ]
-    return " ".join([type(method).__name__.removesuffix("Method"), *ends])
-
-
-def operands_of(experts: Any) -> list[Operands]:
-    """[C] what the kernel reads of each slot of this rank."""
-    config, weights = experts.quant_method.moe_quant_config, (experts.w13_weight, experts.w2_weight)
-    descs = (config._w1, config._w2)
-    kernel = getattr(experts.quant_method, "moe_kernel", None)
-    if kernel is not None:  # some kernels take the scales out of the configuration
-        taken = [getattr(kernel.fused_experts, f"w{n}_scale_val", None) for n in (1, 2)]
-    else:
-        taken = [None, None]
-
-    is_linear = method_of(experts).endswith("EMULATION")  # whatever its configuration says
-
-    def matrix(number: int, slot: int) -> Matrix:
-        desc, weight = descs[number], weights[number][slot]
-        scale = desc.scale if desc.scale is not None else taken[number]
-        if scale is not None:
-            scale = scale[slot]
-            if desc.dtype == "nvfp4" and not is_linear and config.is_scale_swizzled:
-                scale = _linear(scale, weight)
-        return Matrix(
-            weight,
-            scale,
-            *(None if one is None else one[slot] for one in (desc.alpha_or_gscale, desc.bias)),
-        )
-
-    def inputs(slot: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        found = [
-            one.alpha_or_gscale if one.alpha_or_gscale is not None else one.scale
-            for one in (config._a1, config._a2)
-        ]
-        return tuple(  # type: ignore[return-value]
-            None if one is None else one.reshape(-1)[slot % one.numel()] for one in found
-        )
-
-    return [
-        Operands(matrix(0, slot), matrix(1, slot), inputs(slot)) for slot in range(len(weights[0]))
-    ]
-
-
-def _linear(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Block scales in the order of their blocks, by vLLM's own function."""
-    rows, columns = weight.shape[0], weight.shape[1] * 2
-    linear: torch.Tensor = nvfp4_emulation_utils.convert_swizzled_to_linear(
-        scale, rows, columns, 16
-    )
-    return linear[:, : columns // 16]

@@ -10,12 +10,10 @@ A CPU has none of the kernels, and a kernel's sums may depend on the other rows 
 outputs are computed here, one slot at a time, with the weights, scales and factors as they stand
 where the kernel reads them: those that a move has left behind change the output.
 
-``verdicts_of`` makes an engine's own layers of each quantisation in ranks of this host's CPU, which
-are forked from the process that has imported the engine. A module of each engine,
-``tests.support.engines.ENGINE_layers``, makes the layers: ``CASES`` by their names, ``subjects``,
-and in ``NOT_RUN`` what a CPU does not hold.
-
-    python -m tests.support.engines.conform ENGINE [CASE ...]    in the engine's environment
+``eplb conform`` makes an engine's own layers of each quantisation in ranks of this host's CPU,
+which are forked from the process that has imported the engine. A module of each engine,
+``rebalance.engines.ENGINE.bench``, makes the layers: ``CASES`` by their names, ``subjects``, and in
+``NOT_RUN`` what a CPU does not hold.
 
 Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N tokens,
 K hidden size, I intermediate size.
@@ -25,7 +23,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -139,7 +136,7 @@ def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 MOVES = 3  # in a row
 MOST_FAULTS = 6  # faults of a layer in a report: a factor that is left behind shows in every slot
-RELOAD = "reload"
+RELOAD = "reload"  # the step that a running model is spared
 Result = Literal["proved", "proved by bytes", "failed", "not proved"]
 
 
@@ -151,6 +148,7 @@ class Subject:
     gather: Callable[[Any], list[Any]]  # all ranks' values, which JSON can express
     methods: dict[int, str]  # the quantisation of each layer, by the engine's numbers
     move: Callable[[IntArray], None]  # to a map [L, S], by the engine's own mover
+    commit: Callable[[IntArray], None]  # a map [L, S] of weights that are there already
     operands: Callable[[int], list[Operands]]  # [C] what kernels read of each slot of a layer
     interrupted: Callable[[IntArray], None] | None = None  # the same, until a transfer fails
     reload: Callable[[], None] | None = None  # the same weights, by the engine's own loader
@@ -185,6 +183,9 @@ class LayerVerdict:
 def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[LayerVerdict]:
     """Move all layers of the view, and return a verdict for each, alike on all ranks.
 
+    The map and the weights are those of the start again, also where a step has failed, unless the
+    weights were reloaded.
+
     Args:
         subject: the engine's layers.
         num_moves: in a row, before the one that goes back.
@@ -192,6 +193,7 @@ def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[La
     """
     proof, view = _Proof(subject), subject.view
     first = np.stack([view.held(row) for row in view.rows])
+    saved = [[tensor.to("cpu", copy=True) for tensor in view.moved(row)] for row in view.rows]
     random = np.random.default_rng(seed)
 
     def another() -> IntArray:
@@ -207,7 +209,13 @@ def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[La
     if subject.reload is not None:
         subject.move(another())
         proof.step(RELOAD, subject.reload)
-    return proof.verdicts()
+    verdicts = proof.verdicts()
+    if not all(one.may_move for one in verdicts):
+        for row, copies in zip(view.rows, saved, strict=True):
+            for tensor, copy in zip(view.moved(row), copies, strict=True):
+                tensor.copy_(copy)
+        subject.commit(first)
+    return verdicts
 
 
 class _Proof:
@@ -337,6 +345,7 @@ def verdicts_of(
     *,
     num_moves: int,
     seed: int,
+    advance: Callable[[int], object] = lambda finished: None,
 ) -> tuple[str, list[LayerVerdict], dict[str, str]]:
     """The engine and its surroundings in a line, verdicts, and what is not run here, with reasons.
 
@@ -345,11 +354,24 @@ def verdicts_of(
         names: of cases; none: all.
         num_moves: in a row.
         seed: of maps and weights.
+        advance: gets the number of cases that are finished.
+
+    Raises:
+        ConfigError: the engine is not installed here, or an unknown case.
     """
-    bench = import_module(f"tests.support.engines.{engine}_layers")
+    try:
+        bench = import_module(f"rebalance.engines.{engine}.bench")
+    except ImportError as exc:
+        raise ConfigError(
+            f"{engine} cannot be imported here: {exc}, expected its environment"
+        ) from exc
+    for name in names:
+        if name not in bench.CASES:
+            raise ConfigError(f"no case {name!r}, expected one of: {', '.join(bench.CASES)}")
     found = []
-    for name in names or bench.CASES:
+    for finished, name in enumerate(names or bench.CASES, 1):
         found += _of_case(engine, name, num_moves=num_moves, seed=seed)
+        advance(finished)
     about = (
         f"{engine} {version(engine)}, eplb {eplb.__version__}, torch {torch.__version__} on "
         f"{RANKS} ranks of a CPU with gloo, {num_moves} moves in a row, seed {seed}"
@@ -393,12 +415,8 @@ def _rank(rank: int, engine: str, name: str, num_moves: int, seed: int, result: 
         world_size=RANKS,
         timeout=timedelta(seconds=DEADLINE_S),
     )
-    subjects = import_module(f"tests.support.engines.{engine}_layers").subjects(rank, name, seed)
+    subjects = import_module(f"rebalance.engines.{engine}.bench").subjects(rank, name, seed)
     verdicts = [one for found in subjects for one in prove(found, num_moves=num_moves, seed=seed)]
     if rank == 0:
         result.write_text(to_json(verdicts), encoding="utf-8")
     dist.barrier()  # a rank that ends while another one still connects would fail it
-
-
-if __name__ == "__main__":
-    print(report(*verdicts_of(sys.argv[1], sys.argv[2:], num_moves=2, seed=0)))

@@ -12,7 +12,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from sglang.srt.eplb import expert_location
@@ -27,21 +26,9 @@ from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config, W8A8Int8MoE
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
 from rebalance.engines.common.fsck.check import EngineView
-from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.replica_weights import replica_lists
-from runtime.group import gathered_large
-from tests.support.engines.conform import (
-    EACH,
-    EXPERTS,
-    LAYERS,
-    RANKS,
-    Matrix,
-    Operands,
-    Subject,
-    drawn,
-)
+from rebalance.engines.sglang.conform import subject_of
 
 HIDDEN, INTERMEDIATE, SLOTS = 256, 128, RANKS * EACH
 
@@ -166,54 +153,3 @@ def _start(rank: int) -> None:
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     shape = ModelConfigForExpertLocation(LAYERS, EXPERTS, None)
     ModelConfigForExpertLocation.from_model_config = staticmethod(lambda config: shape)
-
-
-def subject_of(
-    view: EngineView, group: dist.ProcessGroup, rows: list[int], move: Callable[[Any], None]
-) -> Subject:
-    """Some rows of the engine's map.
-
-    Args:
-        view: the engine's tensors and map.
-        group: of all ranks, which nothing else uses meanwhile.
-        rows: with routed experts.
-        move: the engine's own move of these rows to other metadata.
-    """
-    live = engine.metadata()
-
-    def wanted(target: IntArray) -> Any:
-        held = live.physical_to_logical_map_cpu.numpy().astype(np.int64)
-        held[rows] = target
-        lists = replica_lists(held, np.ones_like(held), live.num_logical_experts)
-        return engine.metadata_for(held, lists, lists[:, :, 0])
-
-    return Subject(
-        EngineView(rows, view.layer, view.held, view.rank, view.num_ranks),
-        lambda mine: gathered_large(mine, group),
-        methods_of(view, rows),
-        lambda target: move(wanted(target)),
-        lambda row: operands_of(experts_of(view, row), view.num_own),
-    )
-
-
-def experts_of(view: EngineView, row: int) -> Any:
-    """The module with the weights of a row."""
-    return view.layer(row)[0].get_submodule(view.owners[row][0])
-
-
-def methods_of(view: EngineView, rows: list[int]) -> dict[int, str]:
-    """The quantisation of rows, by the engine's names."""
-    found = {row: getattr(experts_of(view, row), "quant_method", None) for row in rows}
-    return {row: type(method).__name__.removesuffix("Method") for row, method in found.items()}
-
-
-def operands_of(experts: Any, num_own: int) -> list[Operands]:
-    """[C] what kernels read of each slot."""
-
-    def matrix(stem: str, slot: int) -> Matrix:
-        ends = (f"{stem}_weight_scale_inv", f"{stem}_weight_scale")
-        scales = [one for end in ends if (one := getattr(experts, end, None)) is not None]
-        weight = getattr(experts, f"{stem}_weight")[slot]
-        return Matrix(weight, scales[0][slot] if scales else None)
-
-    return [Operands(matrix("w13", slot), matrix("w2", slot)) for slot in range(num_own)]
