@@ -43,7 +43,6 @@ from api.processes.commands import (
     own_command,
     raise_descriptor_limit,
 )
-from api.processes.deployment_lease import DeploymentLease
 from api.processes.supervision import Supervisor, note_in
 from api.terminal.live import LiveView, look_at
 from api.terminal.picture import Look
@@ -84,11 +83,8 @@ def run_demo(
         prepared = prepare(options, settings, state)
         store = prepared.deployment.opened_store()
         stack.callback(store.close)
-        lease = DeploymentLease(store, settings.controller.lease_ttl_s)
-        lease.take()
-        stack.callback(lease.release)
         since = begin(options, prepared.deployment, store)
-        demo = Demo(options, prepared, store, console, lease, since, given)
+        demo = Demo(options, prepared, store, console, since, given)
         stack.callback(demo.end)
         demo.start()
         return demo.serve()
@@ -103,13 +99,12 @@ class Demo:
         prepared: Prepared,
         store: StateStore,
         console: Console,
-        lease: DeploymentLease,
         since: int,
         given: ReportOptions,
     ) -> None:
         self._options, self._prepared, self._store = options, prepared, store
         self._given = given
-        self._deployment, self._lease = prepared.deployment, lease
+        self._deployment = prepared.deployment
         self._since = since  # id of the latest event before the start
         self._console, self._monitor = console, Monitor(store, history=History())
         self._began = store.backend.now()
@@ -229,14 +224,12 @@ class Demo:
         """Handle reports and exits of commands, results of checks, and starts of ranks.
 
         Raises:
-            EplbError: the ranks ended, a command refused to start, or another process has taken
-                the deployment over.
+            EplbError: the ranks ended, or a command refused to start.
         """
         try:
             self._commands.look(POLL_S)
         except CommandEnded as exc:
             raise self._cause(exc) from exc
-        self._lease.check()
         self._read_checks()
         try:
             self._look_at_run()

@@ -44,6 +44,7 @@ from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
 from eplb.settings.deployment import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
+from eplb.versions import NAMES
 from rebalance.assembly.config import NetworkConfig
 from rebalance.assembly.description import schema_of
 from rebalance.assembly.rank import new_run_name
@@ -53,6 +54,8 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
 from telemetry.formats.routing import read_expert_ids
+from telemetry.state.holder import is_dead, shown
+from telemetry.state.joining import MISSED_BEATS, heartbeats
 from telemetry.state.store import StateStore, without_password
 
 WINDOW_TOKENS = 16_384  # tokens of a load window if telemetry.window_steps is not set
@@ -122,6 +125,7 @@ def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
     It is contiguous, or with ``resume`` the one that the last run ended with. What an earlier demo
     in this store had of a secret, a checkpoint and a topology is replaced.
     """
+    check_idle(store)
     committed = store.committed()
     generation = None if committed is None else committed.placement.generation
     model, topology = deployment.model, deployment.topology
@@ -155,6 +159,22 @@ def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
         windows = given.window_steps, given.window_seconds
         begin_run(store, new_run_name(), model, topology, windows)
     return next(iter(store.latest_events(limit=1))).id
+
+
+def check_idle(store: StateStore) -> None:
+    """Refuse a store whose deployment is run: its placement would be replaced under its ranks.
+
+    Raises:
+        ConfigError: a process of the deployment has announced itself lately, and has not ended.
+    """
+    now = store.backend.now()
+    for one in heartbeats(store, now):
+        is_silent = now - one.time > MISSED_BEATS * one.every_s
+        if not (is_silent or is_dead(one.process)):
+            raise ConfigError(
+                f"deployment {store.deployment!r} of this store is run by {shown(one.process)} "
+                f"({NAMES[one.component]}), expected none: end that one, or use another store"
+            )
 
 
 def check_settings(options: Options, settings: Settings) -> None:
