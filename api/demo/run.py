@@ -14,9 +14,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from rich.console import Console
@@ -305,7 +306,7 @@ class Demo:
             deaths -= sum(one.time >= self._began for one in planned)
             ended = map(outage_of, self._store.events_backwards({OUTAGE}))
             unserved_s = sum(one.unserved_s for one in ended if one and one.start >= self._began)
-            restarts |= self._restarts_of_service()
+            restarts["controller"] += self._restarts_of_controller()
         except StoreError as exc:
             missing.append(f"the latest load and the number of samples: {exc}")
         if not reports:
@@ -322,18 +323,18 @@ class Demo:
 
     def _restarts(self) -> dict[str, int]:
         """Restarts of commands by kind."""
-        total = {"controller": 0, "http": 0}
+        total = {"controller": 0}
         for view in self._supervisor.view().processes:
             total[view.kind] = total.get(view.kind, 0) + view.restarts
         return total
 
-    def _restarts_of_service(self) -> Mapping[str, int]:
+    def _restarts_of_controller(self) -> int:
         """Restarts that ``eplb serve`` has noted in the store."""
-        names = {"the controller": "controller", "the HTTP service": "http"}
-        found = dict.fromkeys(names.values(), 0)
-        for event in self._store.events_backwards({"error"}):
-            if event.id <= self._since:
-                break
-            if event.detail["where"] in names and "; restarting in" in event.detail["message"]:
-                found[names[event.detail["where"]]] += 1
-        return found
+        errors = takewhile(
+            lambda event: event.id > self._since, self._store.events_backwards({"error"})
+        )
+        return sum(
+            event.detail["where"] == "the controller"
+            and "; restarting in" in event.detail["message"]
+            for event in errors
+        )
