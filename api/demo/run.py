@@ -44,7 +44,7 @@ from api.processes.commands import (
     own_command,
     raise_descriptor_limit,
 )
-from api.processes.supervision import Supervisor, note_in
+from api.processes.supervision import note_in
 from api.terminal.live import LiveView, look_at
 from api.terminal.picture import Look
 from eplb.errors import RankError, StoreError
@@ -109,8 +109,8 @@ class Demo:
         self._since = since  # id of the latest event before the start
         self._console, self._monitor = console, Monitor(store, history=History())
         self._began = store.backend.now()
-        self._supervisor = Supervisor(self._deployment.settings.supervision)
-        self._commands = Commands(self._supervisor, note_in(store))
+        supervision = self._deployment.settings.supervision
+        self._commands = Commands(supervision, note_in(store))
         self.checks: list[CheckedStep] = []
         self._checks_read = 0
         self._runs: list[str] = []  # starts of the ranks that have served
@@ -324,7 +324,7 @@ class Demo:
     def _restarts(self) -> dict[str, int]:
         """Restarts of commands by kind."""
         total = {"controller": 0}
-        for view in self._supervisor.view().processes:
+        for view in self._commands.view().processes:
             total[view.kind] = total.get(view.kind, 0) + view.restarts
         return total
 

@@ -20,7 +20,7 @@ from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals
 from api.processes.commands import Commands, Notifier, once_reached, set_title, settle
-from api.processes.supervision import Supervisor, note_in
+from api.processes.supervision import note_in
 from eplb import versions
 from eplb.errors import ConfigError
 from eplb.settings.deployment import numeric_address
@@ -73,12 +73,12 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         if (started := once_reached(first, stop, notifier, tell)) is None:
             return
         placement, did = started
-        supervisor = Supervisor(deployment.settings.supervision)
+        commands = Commands(deployment.settings.supervision, note_in(store))
         token = secret.http_token
         app = create_app(
             store,
             metrics_level=http.metrics_level,
-            supervision=supervisor.view,
+            supervision=commands.view,
             token=token,
             state_dir=state_dir,
             is_watching=True,
@@ -102,7 +102,6 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             metrics.start()
             stack.callback(metrics.stop)
             services.append(metrics)
-        commands = Commands(supervisor, note_in(store))
         stack.callback(commands.end_all)  # the controller gives its lease up
         commands.add("the controller", "controller", controller)
         say(f"eplb serve: {service.url}")

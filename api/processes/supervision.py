@@ -296,26 +296,3 @@ class Supervised:
             self._reason,
             self._work,
         )
-
-
-class Supervisor:
-    """All supervised processes. Any thread may call ``view``."""
-
-    def __init__(self, settings: SupervisionSettings, clock: Clock = time.monotonic) -> None:
-        self.settings, self.clock = settings, clock
-        self.processes: list[Supervised] = []
-
-    def supervise(self, name: str, kind: str, start: Callable[[], Kill], note: Note) -> Supervised:
-        """Supervise one more; see ``Supervised``."""
-        process = Supervised(name, kind, start, note, self.settings, clock=self.clock)
-        self.processes.append(process)
-        return process
-
-    def check(self) -> None:
-        """Kill what hangs, restart what is due."""
-        for process in self.processes:
-            process.check()
-
-    def view(self) -> SupervisionView:
-        """Return the present state."""
-        return SupervisionView(tuple(process.view() for process in list(self.processes)))
