@@ -9,7 +9,6 @@ same processes by hand.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import random
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from api.config.live import overriding
 from api.config.reference import toml_value
 from api.config.tree import Settings, load
 from api.demo.checking import Checks
@@ -33,14 +31,18 @@ from api.demo.state_dir import SETTINGS_FILE, StateDir
 from api.demo.text import SEQUENCE_LENGTH, VOCABULARY, Load, domains_of, standard_domains
 from api.deploy.check import port_refusal
 from api.deploy.deployment import Deployment, resolve, topology_of
-from api.deploy.first_placement import contiguous_placement, record_start
+from api.deploy.first_placement import (
+    check_belongs,
+    contiguous_placement,
+    misfit,
+    record_start,
+    set_static,
+)
 from api.deploy.launch import check_gpus
 from api.deploy.model import accept_checkpoint, model_shape
 from eplb.core.model import ModelShape
-from eplb.core.placement import check_fits
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict
-from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
 from eplb.settings.deployment import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
@@ -62,8 +64,6 @@ WINDOW_TOKENS = 16_384  # tokens of a load window if telemetry.window_steps is n
 SAMPLES_PER_WINDOW = 4
 ENGINE_FILE, FIGURES, RESULTS = "engine.json", "figures", "checks.jsonl"
 BY = "eplb demo"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -131,28 +131,19 @@ def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
     model, topology = deployment.model, deployment.topology
     record_start(store, deployment, BY)
     accept_checkpoint(store, deployment.settings.model, BY)
-    live = store.set_static(deployment.static, reason="start of the demo")
-    for one in overriding(live):
-        log.warning("live setting: %s; eplb config --live changes it", one)
+    set_static(store, deployment, "start of the demo")
     if not options.resume:
         start = contiguous_placement(model, topology)
         start = start.with_generation(0 if generation is None else generation + 1)
         reason = "start of the demo: unbalanced, experts in order"
         store.commit(start, expected=generation, reason=reason)
+    elif committed is None:
+        where = deployment.store_shown
+        raise ConfigError(f"{where} holds no placement to resume from, expected one")
     else:
-        if committed is None:
-            raise ConfigError(
-                f"{deployment.store_shown} holds no placement to resume from, expected one"
-            )
-        start = committed.placement
-        found = (start.num_layers, start.num_experts)
-        if found != (model.num_layers, model.num_experts):
-            raise ConfigError(
-                f"the placement in {deployment.store_shown} has {found[0]} layers x {found[1]} "
-                f"experts, expected {model.num_layers} x {model.num_experts} to resume"
-            )
-        check_fits(start, topology)
-        compact(start, topology, deployment.spare_slots)  # refuses a placement without spares
+        check_belongs(store, deployment)
+        if why := misfit(committed.placement, deployment):
+            raise ConfigError(f"the placement in {deployment.store_shown} cannot resume: {why}")
     if store.current_run() is not None:
         # The controller would plan on the load of an earlier demo, which may have had other ranks.
         given = deployment.settings.telemetry
