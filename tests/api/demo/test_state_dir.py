@@ -10,12 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from api.demo.setup import check_idle
+from api.demo.options import Options
+from api.demo.setup import begin, check_idle
 from api.demo.state_dir import StateDir
+from api.deploy.deployment import Deployment
 from eplb.errors import ConfigError
 from eplb.versions import LAUNCHER, Announcement
+from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry.state.joining import MISSED_BEATS, Heartbeat
 from telemetry.state.store import StateStore
+from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
 
 HOLDER = """
@@ -132,3 +136,22 @@ def test_store_whose_processes_have_ended_or_are_silent_is_taken(
     pass_time(MISSED_BEATS + 1.0)
 
     check_idle(store)
+
+
+def test_demo_resumes_from_a_placement_that_its_ranks_can_serve_and_no_other(
+    store: StateStore, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    def deployment(spares: int) -> Deployment:
+        changes = {"model__checkpoint": small_checkpoint.path, "topology__spare_slots": spares}
+        return deployment_in(tmp_path, deployment__name=store.deployment, **changes)
+
+    with pytest.raises(ConfigError, match="holds no placement to resume from"):
+        begin(Options(resume=True), deployment(0), store)
+    begin(Options(), deployment(0), store)
+    begin(Options(resume=True), deployment(0), store)
+
+    with pytest.raises(ConfigError, match="cannot resume: "):
+        begin(Options(resume=True), deployment(1), store)
+    committed = store.committed()
+    assert committed is not None
+    assert committed.placement.generation == 0
