@@ -114,7 +114,7 @@ class Demo:
         self.checks: list[CheckedStep] = []
         self._checks_read = 0
         self._runs: list[str] = []  # starts of the ranks that have served
-        self._num_ranks = 0  # that serve in the latest
+        self._num_ranks = 0  # number of ranks that serve in the latest start
         self._launchers: list[Command] = []
         self._chaos: Chaos | None = None
 
