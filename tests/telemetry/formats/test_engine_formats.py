@@ -11,23 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from benchmarks.engine_files.seeds import (
-    ASCEND_JSON,
-    MAP,
-    PHYSICAL,
-    RAW,
-    STEPS,
-    TRT_YAML,
-    VLLM_MAPPING,
-    VLLM_META,
-    VLLM_STATS,
-    Files,
-    npz,
-    per_pass,
-    per_token,
-    seeds,
-    torch_file,
-)
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -55,6 +38,23 @@ from telemetry.formats.types import (
     rows_in_order,
 )
 from tests.support.engines.ascend_check import has_no_move_within_a_device
+from tests.support.formats.seeds import (
+    ASCEND_JSON,
+    MAP,
+    PHYSICAL,
+    RAW,
+    STEPS,
+    TRT_YAML,
+    VLLM_MAPPING,
+    VLLM_META,
+    VLLM_STATS,
+    Files,
+    npz,
+    per_pass,
+    per_token,
+    seeds,
+    torch_file,
+)
 
 NONE = ReadOptions()
 LOGICAL = [[5, 1, 0, 2], [4, 3, 1, 0]]  # of PHYSICAL under MAP, by hand
