@@ -29,14 +29,6 @@ def ranks_with(found: Plan, expert: int, layer: int = 0) -> set[int]:
     return set(found.topology.rank_of_slot[slots].tolist())
 
 
-def test_cold_expert_gets_as_many_failure_domains_as_asked() -> None:
-    load = np.array([[900, 800, 700, 600, 500, 1]])
-
-    found = plan(load, FOUR, constraints=Constraints(min_domains={5: 3}))
-
-    assert len(ranks_with(found, 5)) >= 3
-
-
 def test_two_ranks_of_one_domain_are_one_domain() -> None:
     paired = Topology(
         node_of_rank=np.zeros(4), slots_of_rank=np.full(4, 3), failure_domain=[0, 0, 1, 1]
@@ -46,20 +38,6 @@ def test_two_ranks_of_one_domain_are_one_domain() -> None:
 
     for expert in range(6):
         assert {rank // 2 for rank in ranks_with(found, expert)} == {0, 1}
-
-
-def test_pinned_expert_is_on_its_ranks() -> None:
-    found = plan(EVEN, FOUR, constraints=Constraints(pinned={0: (1, 2), (0, 3): (0,)}))
-
-    assert ranks_with(found, 0) >= {1, 2}
-    assert ranks_with(found, 3) >= {0}
-
-
-def test_joining_rank_never_holds_a_sole_copy() -> None:
-    found = plan(EVEN, FOUR, constraints=Constraints(joining=frozenset({3})))
-
-    for expert in range(6):
-        assert ranks_with(found, expert) - {3}
 
 
 def test_slots_that_a_layer_may_not_use_stay_empty() -> None:
