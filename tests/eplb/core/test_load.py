@@ -12,6 +12,12 @@ from eplb.decision.score import noise_under
 from eplb.errors import HistoryError
 
 
+def test_fractions_keep_their_proportions() -> None:
+    tokens = as_history([[0.5, 0.25, 0.25]]).tokens
+
+    assert tokens[0, 0, 0] == 2 * tokens[0, 0, 1] > 2**30
+
+
 def test_tensors_are_taken_without_importing_torch() -> None:
     torch = pytest.importorskip("torch")
 

@@ -375,6 +375,23 @@ def test_replan_of_one_slot_a_rank_keeps_what_serves(policy: str) -> None:
     assert (found.decision, found.num_moves) == (Decision.KEEP, 0)
 
 
+def test_replicas_on_ranks_of_one_slot_move_only_where_counts_change() -> None:
+    load = loads(3, 48)
+    current = plan(load, ONE_EACH, policy="greedy").target
+
+    found = plan(drifted(load), ONE_EACH, current=current, policy="greedy")
+
+    more = np.maximum(found.target.replica_count - current.replica_count, 0)
+    assert found.num_moves == more.sum()
+    assert 0 < found.num_moves < 0.2 * current.slot_to_expert.size
+
+
+def test_fresh_plan_with_one_slot_ranks_moves_only_the_replicas() -> None:
+    found = plan(loads(3, 48), ONE_EACH, policy="greedy")
+
+    assert found.num_moves == 3 * (64 - 48)
+
+
 def test_ranks_of_one_slot_and_other_speeds_are_not_taken_for_alike() -> None:
     speed = np.where(np.arange(64) < 8, 2.0, 1.0)
     ranks = Topology(np.zeros(64, int), np.ones(64, int), rank_speed=speed)
