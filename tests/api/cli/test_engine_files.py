@@ -12,12 +12,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from benchmarks.engine_files.seeds import torch_file
 from eplb import Placement, register_policy
 from telemetry.formats.engines.ascend import read_map
 from telemetry.formats.table import read_placement
 from telemetry.formats.types import ReadOptions
 from tests.support.engines.ascend_check import has_no_move_within_a_device
+from tests.support.formats.seeds import torch_file
 
 GROUP = ("--ranks", "4", "--nodes", "2", "--redundant", "4")
 

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.cli.shadow import EngineRecorder, Watch, run
 from api.interrupts import StopSignals
-from benchmarks.engine_files.seeds import torch_file
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -32,6 +31,7 @@ from simulations.shadow.report import Prices
 from simulations.shadow.sources import SourceOptions, open_source
 from telemetry.formats.types import ReadOptions
 from telemetry.state.runs import RunInfo
+from tests.support.formats.seeds import torch_file
 from tests.support.stores import sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

@@ -88,18 +88,6 @@ def test_matrix_by_rank_is_what_ranks_received(client: httpx.Client) -> None:
     assert array[1].tolist() == [[10, 11]] * 2
 
 
-@pytest.mark.parametrize(
-    ("format", "media_type"),
-    [
-        ("json", "application/json"),
-        ("csv", "text/csv; charset=utf-8"),
-        ("npy", "application/x-npy"),
-    ],
-)
-def test_each_format_has_its_media_type(client: httpx.Client, format: str, media_type: str) -> None:
-    assert asked(client, format=format).headers["content-type"] == media_type
-
-
 def test_format_that_nobody_writes_is_refused(client: httpx.Client) -> None:
     assert asked(client, format="png").status_code == 422
     assert asked(client, formats="npy").status_code == 422
