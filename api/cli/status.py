@@ -238,8 +238,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     yield from (f"{name:<11}{line}" for name, line in lines.items())
     if (ranks := state.membership) is not None:
         waits = f": {ranks.waits}" if ranks.waits else ""
-        verb = "serves" if len(ranks.members) == 1 else "serve"
-        serve = f"{counted(len(ranks.members), 'rank')} {verb}, {len(ranks.wanted)} are wanted"
+        serve = f"{counted(len(ranks.members), 'rank', 'serve')}, {len(ranks.wanted)} wanted"
         yield f"members    {serve}, epoch {ranks.epoch}, {ranks.phase}{waits}"
     if state.ranks:
         yield "rank  host  state    generation  step      step ms  wait ms  last report"

@@ -20,7 +20,8 @@ from math import inf
 
 from api.monitor.state import GONE, Grade, Leadership, RankView, Reading, State, Symptom
 from api.processes.supervision import ProcessState
-from eplb.core.model import spans
+from eplb.core.model import named_ranks, spans
+from eplb.errors import counted
 from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
 from rebalance.controller.open_migration import SWITCHED_OFF
@@ -90,7 +91,7 @@ def _severity(finding: Symptom) -> tuple[bool, int]:
 def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     """What an operator wants to know beside the worst that is wrong."""
     if is_serving:
-        yield f"{len(state.members)} ranks serve, at step {state.step}"
+        yield f"{counted(len(state.members), 'rank', 'serve')}, at step {state.step}"
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
@@ -103,14 +104,13 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     if state.stage not in ("", "all"):
         yield f"stage {state.stage}"
     if state.open_proposals:
-        wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
-        yield f"{state.open_proposals} {wait} for a decision"
+        yield f"{counted(state.open_proposals, 'proposal', 'wait')} for a decision"
     ranks = state.membership
     if ranks is not None and (change := ranks.operation) is not None and not change.ended:
         yield f"operation {change.id} on the ranks, {ranks.phase}: {ranks.waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
-            yield f"{name} by order: {_named(views)}"
+            yield f"{name} by order: {_with_noun(views)}"
     yield from (one.text for one in _clocks(state))
 
 
@@ -148,9 +148,8 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
         yield Symptom(
             "rank-uncounted",
             Grade.DEGRADED,
-            f"rank {', '.join(map(str, state.uncounted_ranks))}: the counters stay at zero while "
-            "those of other ranks grow, expected tokens for the experts that it holds: its "
-            "dispatcher does not count",
+            f"{named_ranks(state.uncounted_ranks)}: the counters stay at zero while those of other "
+            "ranks grow, expected tokens for the experts held there: the dispatcher does not count",
             is_ready=True,
             ranks=state.uncounted_ranks,
         )
@@ -194,7 +193,7 @@ def _clocks(state: State) -> Iterator[Symptom]:
         most_s = max((view.ahead_s for view in off), key=abs)
         side = "ahead of" if most_s > 0 else "behind"
         text = (
-            f"the clock of rank {_named(off)} is {abs(most_s):.0f} s {side} the store's, "
+            f"the clock of {_with_noun(off)} is {abs(most_s):.0f} s {side} the store's, "
             f"expected {CLOCK_TOLERANCE_S:g} s at most: synchronise it (NTP)"
         )
         yield Symptom("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
@@ -207,7 +206,7 @@ def _ranks(state: State) -> Iterator[Symptom]:
         yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
-            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_named(gone)}, until "
+            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_with_noun(gone)}, until "
             "they join again or all ranks are started",
             ranks=_numbers(gone),
             is_ready=True,
@@ -238,8 +237,12 @@ def _oldest(state: State, silent: list[RankView]) -> float | None:
 
 
 def _named(views: list[RankView]) -> str:
-    ranks = [view.rank for view in views]
+    ranks = _numbers(views)
     return ", ".join(map(str, ranks)) if len(ranks) <= NAMED_RANKS else spans(ranks)
+
+
+def _with_noun(views: list[RankView]) -> str:
+    return f"{'rank' if len(views) == 1 else 'ranks'} {_named(views)}"
 
 
 def _tokens(seen: Reading) -> Iterator[Symptom]:

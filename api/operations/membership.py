@@ -365,18 +365,14 @@ Named = Annotated[
 ]
 
 
-def _numbers(ranks: list[int]) -> str:
-    from eplb.core.model import spans
-
-    return spans(ranks) or "none"
-
-
 def show_plan(found: dict[str, Any]) -> int:
     """Print what a change of the ranks does; 1: it cannot be done."""
+    from eplb.core.model import named_ranks
+
     loss = found["loss"]
     line(
-        f"ranks that serve afterwards: {_numbers(found['wanted'])}",
-        f"join: {_numbers(found['joins'])}; retire: {_numbers(found['retires'])}",
+        f"serve afterwards: {named_ranks(found['wanted'])}",
+        f"join: {named_ranks(found['joins'])}; retire: {named_ranks(found['retires'])}",
         f"experts that have to move: {loss['uncovered']}, {loss['refill_bytes'] / 1e6:.1f} MB, "
         f"{loss['refill_s']:.3g} s on the rank with most; spare slots in a layer: "
         f"{loss['spare_slots']}",
@@ -443,11 +439,13 @@ def ask_to_retire(
 
 def show_membership(found: dict[str, Any]) -> None:
     """Print which ranks serve and should."""
+    from eplb.core.model import named_ranks
+
     line(
-        f"epoch {found['epoch']}: ranks {_numbers(found['members'])} serve, "
-        f"{_numbers(found['wanted'])} are wanted",
+        f"epoch {found['epoch']}; serve: {named_ranks(found['members'])}; wanted: "
+        f"{named_ranks(found['wanted'])}",
         found["phase"] + (f": {found['waits']}" if found["waits"] else ""),
-        f"safe to delete: {_numbers(found['safe_to_delete'])}",
+        f"safe to delete: {named_ranks(found['safe_to_delete'])}",
     )
     if (one := found["operation"]) is not None:
         end = f"{one['ended']} at {at(one['ended_at'])}: {one['why']}" if one["ended"] else "open"
@@ -455,7 +453,7 @@ def show_membership(found: dict[str, Any]) -> None:
             end += f", fails in {left_s:.0f} s"
         line(
             f"operation {one['id']} since {at(one['time'])} by {one['by'] or 'the program'} for "
-            f"ranks {_numbers(one['wanted'])} ({one['reason']}): {end}"
+            f"{named_ranks(one['wanted'])} ({one['reason']}): {end}"
         )
 
 

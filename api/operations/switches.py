@@ -216,6 +216,8 @@ Wait = Annotated[
 
 def show_switch(found: dict[str, Any]) -> int:
     """Print a switch, and how many ranks reported after it; 1: none did."""
+    from eplb.errors import counted
+
     now, was = ("on" if found[name] else "off" for name in ("movement", "was_moving"))
     end = "" if found["until"] is None else f" until {at(found['until'])}"
     change = f"{found['deployment']}: movement {now}{end} (was {was})"
@@ -223,7 +225,7 @@ def show_switch(found: dict[str, Any]) -> int:
     if reported is None:
         line(change)
         return 0
-    ranks = f"{reported} of {expected} ranks" if expected else f"{reported} ranks"
+    ranks = f"{reported} of {counted(expected, 'rank')}" if expected else counted(reported, "rank")
     line(f"{change}; {ranks} of run {found['run']} reported since")
     if reported:
         return 0

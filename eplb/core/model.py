@@ -139,6 +139,11 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join("..".join(map(str, run)) for run in runs)
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks with their noun, in the singular or plural: ``rank 3``, ``ranks 0..2, 5``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks) or 'none'}"
+
+
 def _preset(
     first: int, last: int, num_experts: int, top_k: int, hidden: int, intermediate: int
 ) -> ModelShape:

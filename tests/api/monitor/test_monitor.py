@@ -406,7 +406,7 @@ def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
 
     (gone,) = [one for one in seen.findings if "rank" in one.kind]
     assert (gone.kind, gone.ranks, gone.is_ready) == ("rank-gone", (1,), True)
-    assert gone.text.startswith("1 of 2 ranks serve on, without 1")
+    assert gone.text.startswith("1 of 2 ranks serve on, without rank 1")
     assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
 
 
