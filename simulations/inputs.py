@@ -145,7 +145,9 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
     return alike[found], f"{found}, the known model of {shape}"
 
 
-def model_of(model: ModelShape | None, windows: WindowSeries, trace: str) -> ModelShape | None:
+def model_of(
+    model: ModelShape | None, windows: WindowSeries | LoadHistory, trace: str
+) -> ModelShape | None:
     """The model, if the windows of a trace are of its shape.
 
     Raises:

@@ -128,7 +128,10 @@ class LayerOptions:
     """What the options of a command tell about the layers and experts of a file."""
 
     model: Annotated[
-        str | None, typer.Option(help="A known model: its MoE layers, expert groups and bytes.")
+        str | None,
+        typer.Option(
+            help="A known model: its MoE layers, bytes and expert groups, which stay on nodes."
+        ),
     ] = None
     layer_ids: Annotated[str | None, typer.Option(help="Numbers of the MoE layers, as 3-60.")] = (
         None
@@ -165,7 +168,7 @@ class LayerOptions:
         shape = self.shape()
         ids = parse_layer_ids(self.layer_ids) if self.layer_ids is not None else None
         if ids is None and self.first_moe_layer is None and shape is not None:
-            ids = shape.layer_ids
+            ids, others["model"] = shape.layer_ids, self.model
         return ReadOptions(ids, self.first_moe_layer, **{"num_experts": self.experts, **others})
 
 
