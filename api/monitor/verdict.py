@@ -206,8 +206,8 @@ def _ranks(state: State) -> Iterator[Symptom]:
         yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
-            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_with_noun(gone)}, until "
-            "they join again or all ranks are started",
+            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_with_noun(gone)}, "
+            "until they join again or all ranks are started",
             ranks=_numbers(gone),
             is_ready=True,
             since=state.started,
