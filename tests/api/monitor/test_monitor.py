@@ -262,7 +262,9 @@ def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: StateS
 
     pace = seen_by(store).state.pace
 
-    assert f"pace  0.625 of its own; {JUDGED.reason}" in printed(looked_at(store), 100, 30)
+    assert f"pace  0.625 of the deployment's own; {JUDGED.reason}" in printed(
+        looked_at(store), 100, 30
+    )
     assert (first.part, first.reason, first.latest) == (1.0, "no migration was judged yet", None)
     assert (pace.part, pace.reason, pace.changed) == (0.625, JUDGED.reason, NOW)
     assert pace.latest is not None
