@@ -412,6 +412,22 @@ def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
     assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
 
 
+def test_picture_shows_open_operation_and_no_load_of_a_rank_that_is_gone() -> None:
+    store = MemoryStore("d", clock=lambda: NOW)
+    survivors = replace(TOPOLOGY, alive=np.array([True, False]))
+    begin_run(store, "a", NOW, topology=survivors, window_steps=2)
+    store.report(state(0))
+    store.append([sample(0, 0, [60, 20])])
+    change = {"asked": {"to": 2}, "members": (0,), "reason": "r", "by": "b", "within_s": 120}
+    store.change_membership("grow", (0, 1), **change)
+
+    shown = printed(looked_at(store), 80, 24)
+
+    assert "ranks 1 of 1" in shown, "a rank that has not joined is not expected to report"
+    assert re.search(r"^ operation grow  waiting  fails in 2 min ", shown, re.MULTILINE)
+    assert re.search(r"^ +\d+ +1\.00 +- *$", shown, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("wanted", "members", "phase"),
     [((0,), (0,), "retired"), ((0, 1), (0,), "joining"), ((0,), (0, 1), "silent")],
