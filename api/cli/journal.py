@@ -95,8 +95,8 @@ def render(entries: Sequence[Entry]) -> Table:
 
 def detail_of(entry: Entry) -> str:
     """Give the detail of an entry as text."""
-    said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
-    return printable("  ".join(said))
+    fields = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
+    return printable("  ".join(fields))
 
 
 def num_dropped(entries: Sequence[Entry]) -> int:

@@ -30,14 +30,14 @@ from telemetry.state.holder import is_dead, shown
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
-# Without a token, a step, or progress of a busy thread.
+# Time without a token, a step, or progress of a busy thread.
 STALLED_AFTER_S = 30.0
 WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
-NAMED_RANKS = 8  # more are given as spans
+NAMED_RANKS = 8  # longer lists are written as spans
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
-FAILED, FAILED_S = 3, 1800.0  # more migrations than that, within so long
-LEAST_FREE_BYTES = 64_000_000  # as in the alert EplbDiskFull
+FAILED, FAILED_S = 3, 1800.0  # failed migrations that are no finding, and within what time
+LEAST_FREE_BYTES = 64_000_000  # bound of the alert EplbDiskFull too
 INTERVALS = 3.0  # intervals of samples; a deployment that samples seldom is not stopped between two
 
 
@@ -231,7 +231,7 @@ def _numbers(views: list[RankView]) -> tuple[int, ...]:
 
 
 def _oldest(state: State, silent: list[RankView]) -> float | None:
-    """When the first of them reported last; None: one of them never did."""
+    """Time of the oldest of their reports; None: one of them never reported."""
     ages = [view.age_s for view in silent if view.age_s is not None]
     return state.time - max(ages) if len(ages) == len(silent) else None
 
@@ -318,7 +318,9 @@ def _processes(state: State) -> Iterator[Symptom]:
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
-            is_ready = one.state is ProcessState.DOWN  # by its heartbeat: ranks serve without it
+            is_ready = (
+                one.state is ProcessState.DOWN
+            )  # known by its heartbeat; ranks serve without it
             since = state.time - one.report_age_s
             yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since

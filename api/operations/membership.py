@@ -46,7 +46,7 @@ NUMBERS = r"^\d{1,6}(,\d{1,6})*$"
 ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$"
 MEMBERSHIP = "api.monitor.membership:Membership"
 Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_RANK)]
-ChangeId = Annotated[str, Meaning("its id", pattern=ID, example="scale-down-7")]
+ChangeId = Annotated[str, Meaning("id of the operation", pattern=ID, example="scale-down-7")]
 
 
 # -- what the loss of ranks would leave
@@ -119,7 +119,7 @@ def _loss(
 
 
 def check_rank(rank: int, topology: Topology) -> None:
-    """Refuse the number of a rank that the run has not."""
+    """Refuse a number that is no rank of the run."""
     if rank >= topology.num_ranks:
         why = f"there is no rank {rank}, expected 0..{topology.num_ranks - 1}"
         raise Refused(ProblemType.NO_SUCH_RANK, why)
@@ -138,7 +138,7 @@ def committed_of(store: StateStore) -> CommittedPlacement:
 
 @dataclass(frozen=True)
 class MembershipRequest(ReasonRequest):
-    """Which ranks should serve: one of ``to``, ``retire`` and ``ranks``."""
+    """Ranks that should serve, by exactly one of ``to``, ``retire`` and ``ranks``."""
 
     shown: ClassVar[dict[str, Any]] = {
         "oneOf": [{"required": ["to"]}, {"required": ["retire"]}, {"required": ["ranks"]}],
@@ -151,26 +151,32 @@ class MembershipRequest(ReasonRequest):
     id: Annotated[
         str | None,
         Meaning(
-            "name of the operation: the same again gives the first answer; null: one is made",
+            "id of the operation: a repetition gives the same operation; null: an id is generated",
             pattern=ID,
             max_length=64,
         ),
     ] = None
     to: Annotated[
-        int, Meaning("so many ranks, which are chosen", at_least=1, at_most=MOST_RANK)
+        int,
+        Meaning(
+            "number of ranks that should serve; which of them is chosen",
+            at_least=1,
+            at_most=MOST_RANK,
+        ),
     ] = NOT_GIVEN
     retire: Annotated[
         list[Rank],
-        Meaning("the wanted ranks but for these", min_length=1, max_length=MOST_RANKS),
+        Meaning("ranks that should leave", min_length=1, max_length=MOST_RANKS),
     ] = NOT_GIVEN
     ranks: Annotated[
-        list[Rank], Meaning("just these ranks", min_length=1, max_length=MOST_RANKS)
+        list[Rank],
+        Meaning("ranks that should serve, all of them", min_length=1, max_length=MOST_RANKS),
     ] = NOT_GIVEN
-    dry_run: Annotated[bool, Meaning("only say what it would do")] = True
+    dry_run: Annotated[bool, Meaning("report what the change would do, and change nothing")] = True
     within_s: Annotated[
         int,
         Meaning(
-            "time after which it fails if it is still open: the ranks of before are wanted again",
+            "time after which an open operation fails: the earlier ranks are wanted again",
             at_least=1,
             at_most=MOST_LASTS_S,
         ),
@@ -221,7 +227,8 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
     asked = {name: value for name, value in named.items() if value is not NOT_GIVEN}
     if len(asked) != 1:
-        why = f"the body names {', '.join(asked) or 'none'} of to, retire and ranks, expected one"
+        found = ", ".join(asked) or "none"
+        why = f"the body names {found} of to, retire and ranks, expected one of them"
         raise Refused(ProblemType.INVALID_REQUEST, why)
     model, topology = shape_of_run(store)
     serving = committed_of(store)
@@ -230,7 +237,7 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     if known is None and expected not in (None, epoch):
         why = f"the epoch is {epoch}, expected {expected} as in If-Match: read the membership again"
         raise Refused(ProblemType.MEMBERSHIP_CHANGED, why)
-    # What is repeated was looked at the first time: the ranks may be others now.
+    # A repeated request was checked the first time; the ranks may have changed since.
     wanted = _wanted(store, body, model, topology, serving) if known is None else known.wanted
     refusal = _refusal(store, model, topology, serving, wanted) if known is None else ""
     members = set(topology.alive.nonzero()[0].tolist())
@@ -351,17 +358,22 @@ def cancel_membership(call: Call, change_id: ChangeId, body: ReasonRequest) -> M
 
 # -- commands
 
-Yes = Annotated[bool, Meaning("carry it out; without it, only say what it would do")]
+Yes = Annotated[bool, Meaning("carry the change out; without it, report what the change would do")]
 Epoch = Annotated[
-    int | None, Meaning("only at this epoch of the ranks; null: at any", at_least=0, at_most=MAX_ID)
+    int | None,
+    Meaning(
+        "refuse the change at another epoch of the ranks; null: at none", at_least=0, at_most=MAX_ID
+    ),
 ]
 Within = Annotated[
     int,
-    Meaning("seconds after which it fails, if it is still open", at_least=1, at_most=MOST_LASTS_S),
+    Meaning("seconds after which an open operation fails", at_least=1, at_most=MOST_LASTS_S),
 ]
 Named = Annotated[
     str | None,
-    Meaning("name of the operation, done once however often it is repeated; null: one is made"),
+    Meaning(
+        "id of the operation, which is done once however often it is repeated; null: generated"
+    ),
 ]
 
 
@@ -393,7 +405,7 @@ def show_plan(found: dict[str, Any]) -> int:
 @command("scale", "eplb scale --to 6; eplb scale --to 6 --yes", change_membership, show=show_plan)
 def ask_to_scale(
     ask: Ask,
-    to: Annotated[int, Meaning("so many ranks serve", at_least=1, at_most=MOST_RANK)],
+    to: Annotated[int, Meaning("number of ranks that should serve", at_least=1, at_most=MOST_RANK)],
     yes: Yes = False,
     id: Named = None,
     epoch: Epoch = None,

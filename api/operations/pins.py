@@ -48,19 +48,19 @@ Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_NUMBE
 
 @dataclass(frozen=True)
 class Pin(Arguments):
-    """An expert, and ranks that must hold it."""
+    """An expert and the ranks that must hold it."""
 
     expert: Expert
     ranks: Annotated[
         list[Rank],
-        Meaning("each once", min_length=1, max_length=MOST_RANKS, example=[0, 4]),
+        Meaning("numbers of ranks, each once", min_length=1, max_length=MOST_RANKS, example=[0, 4]),
     ]
     layer: Layer = None
 
 
 @dataclass(frozen=True)
 class PinsRequest(ReasonRequest):
-    """All pins, in place of those that there are."""
+    """All pins, in place of the present ones."""
 
     pins: Annotated[list[Pin], Meaning("each expert of a layer once", max_length=MOST_PINS)]
 
@@ -74,7 +74,7 @@ class PinsAnswer(LiveAnswer):
 
 @operation(f"GET {V1}/pins")
 def pins(call: Call) -> PinsAnswer:
-    """Pins. Experts that ranks must hold; the `ETag` is for `PUT` and `DELETE`."""
+    """Pins. Experts and the ranks that must hold them; the `ETag` is for `PUT` and `DELETE`."""
     return _answer(call, call.store.live())
 
 
@@ -84,9 +84,7 @@ def pins(call: Call) -> PinsAnswer:
     if_match="known revision",
 )
 def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
-    """Set all pins. Takes the place of all pins, at the revision in `If-Match`. The next plan meets
-    them.
-    """
+    """Replace all pins. At the revision in `If-Match`. The next plan meets them."""
     from rebalance.controller.plans.planner_request import written_pins
 
     call.expected_revision()  # first: without the header it is refused whatever its pins are
@@ -109,7 +107,7 @@ def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
 
 @operation(f"DELETE {V1}/pins", if_match="known revision")
 def delete_pins(call: Call, body: ReasonRequest) -> PinsAnswer:
-    """Remove all pins. At the revision in `If-Match`; those of the configuration apply again."""
+    """Remove all pins. At the revision in `If-Match`; pins of the configuration apply again."""
     return _answer(call, call.change_live({"pins": None}, reason=body.reason))
 
 
@@ -133,7 +131,7 @@ def _answer(call: Call, state: LiveState) -> PinsAnswer:
 
 
 def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
-    """Why the current run cannot meet pins, as the planner will find it."""
+    """Reasons why the current run cannot meet pins, as the planner finds them."""
     from eplb.core.constraints import Constraints, room_of
     from eplb.fitting import FittingCordons, fitting_pins
     from eplb.migration.membership import leavers

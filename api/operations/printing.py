@@ -1,4 +1,4 @@
-"""What commands print of answers, and times that they are given. Libraries are loaded late."""
+"""How commands print answers and read times. Libraries are imported when they are used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-WHY = "from the command line"  # reason of a change by a command that is given none
+WHY = "from the command line"  # default reason of a change by a command
 TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Fields that are seconds since the epoch.
@@ -28,9 +28,9 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
     Times are printed as dates, lists with commas.
 
     Args:
-        items: of the answer.
-        columns: names of the fields, the last one of text; ``plan_id:plan`` has another heading.
-        none: what is printed where there is no item; "": the headings.
+        items: the items of the answer.
+        columns: names of fields, the last one of text; ``plan_id:plan`` has another heading.
+        none: text for an empty list; "": the headings are printed.
     """
     fields = [column.partition(":") for column in columns.split()]
     rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]

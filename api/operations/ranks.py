@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 MOST_RANK = 999_999
 OF_CORDONS = (ProblemType.NO_SUCH_RANK, ProblemType.NO_RUN, ProblemType.IMPOSSIBLE_CORDON)
-MOST_TRIES = 8  # against other changes of live settings, where the request names no revision
+MOST_TRIES = (
+    8  # attempts where another change of live settings comes first and the request has no revision
+)
 RankState = Literal["open", "cordoned", "draining", "drained"]
 Rank = Annotated[int, Meaning("number of the rank", at_least=0, at_most=MOST_RANK, example=3)]
 
