@@ -185,18 +185,3 @@ class RoutingOptions:
     ] = None
     top_k: Annotated[int | None, typer.Option(min=1, max=64, help="Top-k of raw routing.")] = None
     deployment: DeploymentName = "demo"
-
-
-def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
-    """Distinct whole numbers, separated by commas.
-
-    Raises:
-        ConfigError: anything else, or a number out of range.
-    """
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < least or max(found) > most:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
-    return found

@@ -92,6 +92,8 @@ class Arguments:
 
 
 Id = Annotated[int, Meaning("number of the item", at_least=0, at_most=MAX_ID)]
+MOST_RANK = 999_999
+Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_RANK, example=3)]
 Limit = Annotated[int, Meaning("most items that are returned", at_least=1, at_most=1000)]
 Before = Annotated[
     int | None, Meaning("only items before this number; null: all", at_least=0, at_most=MAX_ID)

@@ -14,18 +14,20 @@ from api.http.problems import ProblemType, Refused
 from api.operations.declaration import (
     MAX_ID,
     MOST_LASTS_S,
+    MOST_RANK,
     NOT_GIVEN,
     V1,
     Answer,
     Ask,
     Call,
+    Rank,
     Reason,
     ReasonRequest,
     command,
     operation,
 )
 from api.operations.placements import shape_of_run
-from api.operations.printing import WHY, at, line
+from api.operations.printing import WHY, at, line, numbers
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from telemetry.state.placements import CommittedPlacement
     from telemetry.state.store import StateStore
 
-MOST_RANK, MOST_RANKS = 999_999, 4096
+MOST_RANKS = 4096
 MOST_LOST = 4096  # characters
 # Ten times what a rank may take to meet the others (120 s) and to load its experts (60 s). Ranks of
 # the demo's size serve 1.2 s after the request, 2.6 s at most of 20.
@@ -45,7 +47,6 @@ WITHIN_S = 1800
 NUMBERS = r"^\d{1,6}(,\d{1,6})*$"
 ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$"
 MEMBERSHIP = "api.monitor.membership:Membership"
-Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_RANK)]
 ChangeId = Annotated[str, Meaning("id of the operation", pattern=ID, example="scale-down-7")]
 
 
@@ -438,14 +439,12 @@ def ask_to_retire(
     """Move every expert off ranks, and have them leave for good. Exit status 1: it cannot be
     done.
     """
-    import re
-
-    from eplb.errors import ConfigError
-
-    if not re.fullmatch(NUMBERS, ranks):
-        raise ConfigError(f"found {ranks!r}, expected numbers of ranks with commas, such as 3,5")
-    numbers = [int(rank) for rank in ranks.split(",")]
-    named = {"retire": numbers, "id": id, "reason": reason, "within_s": within}
+    named = {
+        "retire": list(numbers("RANKS", ranks, least=0)),
+        "id": id,
+        "reason": reason,
+        "within_s": within,
+    }
     return ask(change_membership, **named, dry_run=not yes, if_match=epoch)
 
 

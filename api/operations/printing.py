@@ -1,4 +1,4 @@
-"""How commands print answers and read times. Libraries are imported when they are used."""
+"""How commands print answers, and read times and numbers. Imports of libraries are late."""
 
 from __future__ import annotations
 
@@ -87,4 +87,21 @@ def time_of(option: str, text: str) -> float:
     if not 0 <= found <= now:
         place = "in the future" if found > now else "before 1970"
         raise ConfigError(f"{option} is {text!r}, which is {place}, expected 1970-01-01 to now")
+    return found
+
+
+def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
+    """Distinct whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: anything else, or a number out of range.
+    """
+    from eplb.errors import ConfigError
+
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least or max(found) > most:
+        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
     return found
