@@ -19,6 +19,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from api.operations.printing import numbers as numbers  # for options with lists of numbers
 from eplb.errors import ConfigError
 
 MOST_RANKS = 65_536

@@ -32,12 +32,12 @@ from api.cli.options import (
     ReportOptions,
     RoutingOptions,
     Seed,
+    numbers,
     with_options,
     write_json,
 )
 from api.engine_plan import RULES
 from api.interrupts import StopSignals
-from api.operations.printing import numbers
 from api.terminal.printable import print_plain
 from api.terminal.progress import Advance, progress
 from eplb.core.bounded_json import decode_json

@@ -78,8 +78,8 @@ def render(seen: Look, width: int = 100, height: int = 30) -> RenderableType:
     head += _anomalies(seen)
     if state.run is None:
         waiting = "No run has begun: waiting for ranks to report."
-        shown = [f"eplb top --deployment {name}" for name in state.groups] or [waiting]
-        return Group(*_printable([*head, *(Text(one, style=QUIET) for one in shown)]))
+        below = [f"eplb top --deployment {name}" for name in state.groups] or [waiting]
+        return Group(*_printable([*head, *(Text(f" {one}", style=QUIET) for one in below)]))
     plot = _plot(seen, width)
     tail = [_migration(state, width), _pace(state), _bytes(state)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
@@ -196,9 +196,11 @@ def _heatmap(heat: Heat, state: State, width: int, num_rows: int) -> list[Text]:
     for layer, row in zip(state.layer_ids, heat.ranks[:shown], strict=False):
         line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
         for number, ratio in enumerate(row or (None,) * num_ranks):
-            is_load = ratio is not None and not absent[number]
-            label = (f"{ratio:.2f}" if is_load else "-").center(cell) if cell >= 5 else " " * cell
-            line.append(label, f"rgb(240,240,240) on {_colour(ratio)}" if is_load else QUIET)
+            if ratio is None or absent[number]:
+                line.append("-".center(cell) if cell >= 5 else " " * cell, QUIET)
+            else:
+                label = f"{ratio:.2f}".center(cell) if cell >= 5 else " " * cell
+                line.append(label, f"rgb(240,240,240) on {_colour(ratio)}")
         lines.append(line)
     if shown < num_layers:
         lines.append(Text(f"        and {counted(num_layers - shown, 'more layer')}", style=QUIET))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from api.cli.options import DeploymentName, ReportOptions, Seed, with_options
+from api.cli.options import DeploymentName, ReportOptions, Seed, numbers, with_options
 from api.cli.simulator.options import (
     MAX_WINDOWS,
     EngineOptions,
@@ -26,7 +26,6 @@ from api.cli.simulator.options import (
     names_in,
     replayed,
 )
-from api.operations.printing import numbers
 from api.terminal.printable import print_plain
 from eplb.core.cost import CostModel
 from simulations.inputs import kernel_of, model_named, model_of, windows_of

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from api.cli.options import AsJson, DeploymentName, Steps, with_options
+from api.cli.options import AsJson, DeploymentName, Steps, numbers, with_options
 from api.cli.simulator.options import (
     MAX_WINDOWS,
     Intervals,
@@ -26,7 +26,6 @@ from api.cli.simulator.options import (
     command_line,
     names_in,
 )
-from api.operations.printing import numbers
 from api.terminal.printable import print_error, print_plain
 from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
