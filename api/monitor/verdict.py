@@ -33,7 +33,6 @@ CLOCK_TOLERANCE_S = 1.0
 # Time without a token, a step, or progress of a busy thread.
 STALLED_AFTER_S = 30.0
 WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
-NAMED_RANKS = 8  # longer lists are written as spans
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
 FAILED, FAILED_S = 3, 1800.0  # failed migrations that are no finding, and within what time
@@ -110,7 +109,7 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
         yield f"operation {change.id} on the ranks, {ranks.phase}: {ranks.waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
-            yield f"{name} by order: {_with_noun(views)}"
+            yield f"{name} by order: {named_ranks(_numbers(views))}"
     yield from (one.text for one in _clocks(state))
 
 
@@ -193,7 +192,7 @@ def _clocks(state: State) -> Iterator[Symptom]:
         most_s = max((view.ahead_s for view in off), key=abs)
         side = "ahead of" if most_s > 0 else "behind"
         text = (
-            f"the clock of {_with_noun(off)} is {abs(most_s):.0f} s {side} the store's, "
+            f"the clock of {named_ranks(_numbers(off))} is {abs(most_s):.0f} s {side} the store's, "
             f"expected {CLOCK_TOLERANCE_S:g} s at most: synchronise it (NTP)"
         )
         yield Symptom("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
@@ -201,14 +200,14 @@ def _clocks(state: State) -> Iterator[Symptom]:
 
 def _ranks(state: State) -> Iterator[Symptom]:
     yield from _clocks(state)
-    if gone := [view for view in state.ranks if view.phase == GONE]:
+    if gone := tuple(view.rank for view in state.ranks if view.phase == GONE):
         num_ranks = len(state.members)
         yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
-            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_with_noun(gone)}, "
+            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {named_ranks(gone)}, "
             "until they join again or all ranks are started",
-            ranks=_numbers(gone),
+            ranks=gone,
             is_ready=True,
             since=state.started,
         )
@@ -219,7 +218,7 @@ def _ranks(state: State) -> Iterator[Symptom]:
     yield Symptom(
         "rank-silent",
         Grade.BLIND if len(silent) == len(state.members) else Grade.DEGRADED,
-        f"silent ranks: {_named(silent)}, expected a report from all {len(state.members)} "
+        f"silent ranks: {spans(_numbers(silent))}, expected a report from all {len(state.members)} "
         f"within {limit_s:g} s",
         ranks=_numbers(silent),
         since=_oldest(state, silent),
@@ -234,15 +233,6 @@ def _oldest(state: State, silent: list[RankView]) -> float | None:
     """Time of the oldest of their reports; None: one of them never reported."""
     ages = [view.age_s for view in silent if view.age_s is not None]
     return state.time - max(ages) if len(ages) == len(silent) else None
-
-
-def _named(views: list[RankView]) -> str:
-    ranks = _numbers(views)
-    return ", ".join(map(str, ranks)) if len(ranks) <= NAMED_RANKS else spans(ranks)
-
-
-def _with_noun(views: list[RankView]) -> str:
-    return f"{'rank' if len(views) == 1 else 'ranks'} {_named(views)}"
 
 
 def _tokens(seen: Reading) -> Iterator[Symptom]:
