@@ -25,7 +25,7 @@ from api.operations.declaration import (
     header,
     operation,
 )
-from api.operations.printing import line, listing, table
+from api.operations.printing import line, listing
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -223,10 +223,13 @@ def _check_fits(kept: Placement, model: ModelShape, topology: Topology) -> None:
 )
 def show_diff(found: dict[str, Any]) -> None:
     """Show what differs between two placements: experts, bytes and shares, by layer and rank."""
+    from api.terminal.printable import print_table
+    from eplb.errors import counted
+
     base, target = (found[side]["generation"] for side in ("base", "target"))
     line(
-        f"generation {base} to {target}: {found['moves']} moves, "
-        f"{found['bytes'] / 1e9:.3f} GB, in {found['changed_layers']} layers"
+        f"generation {base} to {target}: {counted(found['moves'], 'move')}, "
+        f"{found['bytes'] / 1e9:.3f} GB, in {counted(found['changed_layers'], 'layer')}"
     )
     rows = list[list[Any]]()
     for layer in found["layers"]:
@@ -243,7 +246,7 @@ def show_diff(found: dict[str, Any]) -> None:
         for rank, of_rank in sorted(cells.items()):
             rows.append([layer["layer"], rank, *of_rank])
     if rows:
-        table(("layer", "rank", "gains", "loses"), rows, "shares")
+        print_table(("layer", "rank", "gains", "loses"), rows, "shares")
     if found["next"] is not None:
         line(f"more layers differ: --after {found['next']}")
 

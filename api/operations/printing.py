@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,13 +13,6 @@ TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Fields that are seconds since the epoch.
 TIMES = frozenset({"time", "since", "until", "expires", "start", "end"})
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], last: str | None = None) -> None:
-    """Print rows under the names of their columns; ``last`` is a column of text."""
-    from api.terminal.printable import print_table
-
-    print_table(columns, rows, last)
 
 
 def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> None:
@@ -32,13 +25,15 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
         columns: names of fields, the last one of text; ``plan_id:plan`` has another heading.
         none: text for an empty list; "": the headings are printed.
     """
+    from api.terminal.printable import print_table
+
     fields = [column.partition(":") for column in columns.split()]
     rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]
     if none and not rows:
         line(none)
     else:
         *headings, last = (heading or name for name, _, heading in fields)
-        table(headings, rows, last)
+        print_table(headings, rows, last)
 
 
 def cell(name: str, value: Any) -> Any:
