@@ -439,7 +439,8 @@ def test_replay_counts_time_of_steps_and_of_moves() -> None:
     assert sentences[0] == "best by tokens/s, oracles aside: none"
     assert "tokens/s" in sentences[1]
     assert "oracle" in sentences[2]
-    assert sentences[3].startswith("few windows: 5 judged")
+    assert sentences[3].startswith("one step in each window: 5 judged windows of ")
+    assert sentences[4].startswith("few windows: 5 judged")
 
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 8, 16

@@ -172,7 +172,7 @@ def test_pausing_and_resuming_turn_the_kill_switch_and_nothing_else(
 
     with reporting(store):
         status, output, _ = run("pause", "--store", str(path), "--reason", "too hot", *WAITING)
-    said = f"demo: movement off (was on); 1 ranks of run {RUN.run} reported since\n"
+    said = f"demo: movement off (was on); 1 rank of run {RUN.run} reported since\n"
     assert (status, output) == (0, said)
     asked, done = Audit(path.parent).entries()
     assert (asked.action, asked.reason) == ("POST /api/v1/pause", "too hot")

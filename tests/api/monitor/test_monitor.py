@@ -248,7 +248,9 @@ def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: StateS
 
     pace = seen_by(store).state.pace
 
-    assert f"pace  0.625 of its own; {JUDGED.reason}" in printed(looked_at(store), 100, 30)
+    assert f"pace  0.625 of the deployment's own; {JUDGED.reason}" in printed(
+        looked_at(store), 100, 30
+    )
     assert (first.part, first.reason, first.latest) == (1.0, "no migration was judged yet", None)
     assert (pace.part, pace.reason, pace.changed) == (0.625, JUDGED.reason, NOW)
     assert pace.latest is not None
@@ -392,8 +394,24 @@ def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
 
     (gone,) = [one for one in seen.findings if "rank" in one.kind]
     assert (gone.kind, gone.ranks, gone.is_ready) == ("rank-gone", (1,), True)
-    assert gone.text.startswith("1 of 2 ranks serve on, without 1")
+    assert gone.text.startswith("1 of 2 ranks serve on, without rank 1")
     assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
+
+
+def test_picture_shows_open_operation_and_no_load_of_a_rank_that_is_gone() -> None:
+    store = MemoryStore("d", clock=lambda: NOW)
+    survivors = replace(TOPOLOGY, alive=np.array([True, False]))
+    begin_run(store, "a", NOW, topology=survivors, window_steps=2)
+    store.report(state(0))
+    store.append([sample(0, 0, [60, 20])])
+    change = {"asked": {"to": 2}, "members": (0,), "reason": "r", "by": "b", "within_s": 120}
+    store.change_membership("grow", (0, 1), **change)
+
+    shown = printed(looked_at(store), 80, 24)
+
+    assert "ranks 1 of 1" in shown, "a rank that has not joined is not expected to report"
+    assert re.search(r"^ operation grow  waiting  fails in 2 min ", shown, re.MULTILINE)
+    assert re.search(r"^ +\d+ +1\.00 +- *$", shown, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

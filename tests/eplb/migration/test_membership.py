@@ -160,6 +160,6 @@ def test_phase_follows_the_experts_of_leavers_and_the_readiness_of_joiners() -> 
     assert phase_of((0, 1, 3), drained, serving, ready=[3])[0] == "joining"
     assert phase_of((0, 1), drained, serving) == (
         "leaving",
-        "without experts, they leave the group next: ranks 2",
+        "without experts, they leave the group next: rank 2",
     )
     assert phase_of((0, 1, 2), None, serving) == ("settled", "")

@@ -143,7 +143,7 @@ def test_operation_that_waits_for_a_rank_fails_at_its_deadline_with_what_it_wait
     assert found is not None
     assert found.ended == ended
     if ended:
-        assert found.why == "not done within 0 s, waiting: not ready to be admitted: ranks 1"
+        assert found.why == "not done within 0 s, waiting: not ready to be admitted: rank 1"
         assert found.should_serve == (0, 2)
 
 
