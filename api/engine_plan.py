@@ -18,6 +18,7 @@ from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.core.zones import keeps_groups
 from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
@@ -25,6 +26,7 @@ from eplb.errors import ConfigError, HistoryError, counted
 from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
+from simulations.inputs import model_of
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.engines.sglang import MAP
 from telemetry.formats.table import (
@@ -122,18 +124,31 @@ def plan_for_engine(
     if not history.tokens.any():
         raise HistoryError(f"{source}: no layer has tokens, expected load")
     topology, dispatch = group.topology(history.num_experts), rule or RULES[target]
+    shape = _shape(load, model_of(model, history, source), expert_bytes)
     current, said = _serving(serving, load, topology)
-    made = plan(
-        history,
-        topology,
-        model=_shape(load, model, expert_bytes),
-        current=current,
-        policy=policy,
+
+    def planned(shape: ModelShape | None) -> Plan:
         # Nothing that serves is known: the file is for a start, at which no move is paid for.
-        cost=CostModel() if current is not None else CostModel(pay_back_s=inf),
-        seed=seed,
-        dispatch=dispatch,
-    )
+        cost = CostModel() if current is not None else CostModel(pay_back_s=inf)
+        return plan(
+            history,
+            topology,
+            model=shape,
+            current=current,
+            policy=policy,
+            cost=cost,
+            seed=seed,
+            dispatch=dispatch,
+        )
+
+    made = planned(shape)
+    if shape is not None and keeps_groups(topology, shape.num_expert_groups, shape.num_experts):
+        free = planned(replace(shape, num_expert_groups=1))
+        notes.append(
+            f"the model's {shape.num_expert_groups} expert groups stay on nodes, so that a token "
+            f"goes to few of them: imbalance {made.effective:.4f} as decided, "
+            f"{free.effective:.4f} with groups spread over nodes"
+        )
     provenance = {
         "source": source,
         "policy": policy,
@@ -188,7 +203,7 @@ def plan_for_engine(
         "decision": made.decision.value,
         "reason": made.reason,
         "cost": _cost(
-            made, written, "the serving placement" if serving is not None else "experts in order"
+            made, written, "the serving placement" if current is not None else "experts in order"
         ),
         "notes": list(dict.fromkeys(notes)),
         "file": str(output),
@@ -285,19 +300,13 @@ def _serving(
 
 
 def _shape(load: LoadFile, model: ModelShape | None, expert_bytes: int | None) -> ModelShape | None:
-    """The model, cut to the layers of the load."""
-    history = load.history
-    if model is None:
-        if not expert_bytes:
-            return None
-        ids = load.layers.ids
-        return ModelShape(ids, history.num_experts, 1, 0, 0, expert_bytes=expert_bytes)
-    if model.num_experts != history.num_experts or model.num_layers != history.num_layers:
-        raise ConfigError(
-            f"the load has {history.num_layers} layers x {history.num_experts} experts, the model "
-            f"{model.num_layers} x {model.num_experts}"
-        )
-    return replace(model, expert_bytes=expert_bytes) if expert_bytes else model
+    """The model with the stated bytes of an expert; None: neither is known."""
+    if not expert_bytes:
+        return model
+    if model is not None:
+        return replace(model, expert_bytes=expert_bytes)
+    num_experts = load.history.num_experts
+    return ModelShape(load.layers.ids, num_experts, 1, 0, 0, expert_bytes=expert_bytes)
 
 
 def _cost(made: Plan, written: Placement, base: str) -> str:

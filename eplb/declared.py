@@ -12,13 +12,16 @@ from it. This module imports no library: an engine's process reads settings with
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from eplb.errors import UnfitSetting
+
+T = TypeVar("T")
 
 MOST = 10**9
 UNIT_OF_SUFFIX = {
@@ -145,6 +148,19 @@ def declared_fields(cls: type[Any]) -> Mapping[str, tuple[Any, Meaning]]:
         if meanings:
             found[name] = get_args(hint)[0], meanings[0]
     return found
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Have ``help`` show the meanings of declared fields as text, and not in two signatures."""
+    for made, drawn in (
+        (cls, inspect.signature(cls)),
+        (cls.__init__, inspect.signature(cls.__init__)),
+    ):
+        names = [one.replace(annotation=one.empty) for one in drawn.parameters.values()]
+        made.__signature__ = inspect.Signature(names)  # type: ignore[union-attr]
+    meanings = (f"    {name}: {one.text}" for name, (_, one) in declared_fields(cls).items())
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Settings:", *meanings])
+    return cls
 
 
 def without_none(kind: Any) -> tuple[Any, bool]:

@@ -31,9 +31,11 @@ def reason_of(exc: Exception) -> str:
     return str(exc) if isinstance(exc, EplbError) else f"{type(exc).__name__}: {exc}"
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the singular or plural."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, verb: str = "") -> str:
+    """A number with its noun, and a verb: ``1 rank serves``, ``2 ranks serve``."""
+    is_one = number == 1
+    found = f"{number:,} {noun}" if is_one else f"{number:,} {noun}s"
+    return f"{found} {verb}{'s' * is_one}" if verb else found
 
 
 class EplbError(Exception):

@@ -64,8 +64,8 @@ def windows_of(
         )
         return _recorded(history, trace)
     found = read_load(trace, options)
-    told = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
-    return replace(_recorded(found.history, trace), deployment=told)
+    recorded_on = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
+    return replace(_recorded(found.history, trace), deployment=recorded_on)
 
 
 def _recorded(history: LoadHistory, trace: str) -> WindowSeries:
@@ -128,8 +128,8 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
     if name is not None:
         return preset(name), f"{name}, as asked for"
     shape = f"{windows.num_layers} MoE layers x {windows.num_experts} experts"
-    if (told := windows.deployment.model) is not None:
-        return told, f"{shape}, as the store describes it"
+    if (described := windows.deployment.model) is not None:
+        return described, f"{shape}, as the store describes it"
     alike = {
         known: one
         for known, one in PRESETS.items()
@@ -145,7 +145,9 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
     return alike[found], f"{found}, the known model of {shape}"
 
 
-def model_of(model: ModelShape | None, windows: WindowSeries, trace: str) -> ModelShape | None:
+def model_of(
+    model: ModelShape | None, windows: WindowSeries | LoadHistory, trace: str
+) -> ModelShape | None:
     """The model, if the windows of a trace are of its shape.
 
     Raises:

@@ -10,7 +10,7 @@ network. Each candidate is replayed with the live planner at the batch that its 
 The best candidate is replayed once more at smaller batches, with and without balancing, beside the
 time that no placement can be below.
 
-Times of experts have an error that was measured (``eplb.core.kernels``). A gain is told only
+Times of experts have an error that was measured (``eplb.core.kernels``). A gain is reported only
 where it is above the part of it that experts have in a step; otherwise the answer is that it cannot
 tell, and what to measure.
 

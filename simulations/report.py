@@ -120,7 +120,14 @@ def conclusions(result: dict[str, Any]) -> list[str]:
     if best is not None and len(judged) > 1:
         by = "tokens/s" if "tokens_per_s_per_rank" in judged[best] else "mean imbalance"
         found.insert(0, f"best by {by}, oracles aside: {best}")
-    if (count := result["windows"] - 1) < FEWEST_JUDGED:
+    count = result["windows"] - 1
+    if result["steps_per_window"] == 1 and "step_us_mean" in base:
+        found.append(
+            f"one step in each window: {counted(count, 'judged window')} of "
+            f"{count * base['step_us_mean'] / 1e6:.2g} s in all, in which moves hardly pay back; "
+            "--steps states the forward passes of a window where the load does not"
+        )
+    if count < FEWEST_JUDGED:
         what = "no p95 or p99" if count == 1 else "p95 and p99 are close to the worst of them"
         found.append(
             f"few windows: {count} judged: {what}; expected {FEWEST_JUDGED} or more "

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 AUDIT_FILE = "audit.jsonl"  # in the state folder
 START = "0" * 64  # the hash before the first line
-MOST_BYTES = 16_384  # of a line
+MOST_BYTES = 16_384  # longest line
 MOST_TEXT = 600  # characters of a reason or detail
 
 

@@ -37,7 +37,7 @@ CHALLENGE = 'Basic realm="eplb: any name, the key or token as password", charset
 OF_TOKEN = Actor("the deployment's token", Role.ADMIN)
 OF_HOST = Actor("a user of this host", Role.ADMIN)
 
-# Of operations with another role than a viewer's to read and an operator's to change.
+# Roles of operations that need another role than viewer to read, or operator to change.
 LEAST_ROLES = [
     (one.method, re.compile(re.sub(r"{\w+}", "[^/]+", one.path)), one.role)
     for one in OPERATIONS

@@ -56,7 +56,7 @@ class _Answer:
 
         async def keep(message: Message) -> None:
             self.messages.append(message)
-            # Before it is sent: whoever has the answer may repeat the request at once.
+            # Before the answer is sent: its receiver may repeat the request at once.
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 self.is_done = self.messages[0]["status"] < 500
             await send(message)
@@ -178,7 +178,7 @@ class Changes:
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = entry.request
             elif not message.get("more_body", False) and not is_noted:
-                # Before it is sent: whoever has the answer finds it in the audit.
+                # Before the answer is sent: its receiver finds the change in the audit.
                 await run_in_threadpool(done, status)
             await send(message)
 

@@ -58,7 +58,7 @@ class AccessKey:
     name: str
     role: str
     salt: str
-    sha256: str  # of salt and secret
+    sha256: str  # digest of salt and secret
     created: float  # seconds since the epoch
 
     def __post_init__(self) -> None:

@@ -78,9 +78,16 @@ def plan(
     """Plan a placement for a dump of load, judge it under the engine's rule, and write its file."""
     options = layers.reading(max_windows=windows, **vars(routing))
     load = read_load(dump, options, layers.input_format)
+    serving = read_placement(current, options) if current else load.current
+    num_experts = load.history.num_experts
+    if serving is not None and (found := serving.placement.num_experts) != num_experts:
+        raise ConfigError(
+            f"{current} is a placement of {found} experts, {dump} load of {num_experts}: expected "
+            "the placement that serves this model"
+        )
     report = plan_for_engine(
         load,
-        read_placement(current, options) if current else load.current,
+        serving,
         PlannedGroup(ranks, nodes, redundant),
         target.value,
         output,

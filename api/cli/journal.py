@@ -13,7 +13,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from api.cli.options import AsJson
+from api.cli.config import Configured
+from api.cli.options import AsJson, with_options
 from api.terminal.printable import plain_table, print_plain, printable
 from eplb.errors import ConfigError, counted
 
@@ -34,8 +35,12 @@ STYLES = {
 }
 
 
+@with_options
 def journal(
-    state_dir: Annotated[Path, typer.Argument(help="The state folder of a demo.")] = Path(".eplb"),
+    configured: Configured,
+    state_dir: Annotated[
+        Path | None, typer.Argument(help="The state folder; else that of the configuration.")
+    ] = None,
     rank: Annotated[int | None, typer.Option(max=65_536, help="One rank only.")] = None,
     last: Annotated[
         int, typer.Option(min=1, max=10_000_000, help="Number of entries, the latest.")
@@ -47,7 +52,7 @@ def journal(
     # Imported here: torch takes seconds, and --help needs none of it.
     from rebalance.protocol.journal import JOURNAL_FOLDER, read_journals
 
-    folder = state_dir / JOURNAL_FOLDER
+    folder = (state_dir or configured.settings().deployment.state_dir) / JOURNAL_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"there is no journal in {folder}, expected one file for each rank")
     entries, num_torn = read_journals(folder)
@@ -61,7 +66,7 @@ def journal(
     if json_output:
         typer.echo(json.dumps([asdict(entry) for entry in chosen[-last:]], indent=1))
         return
-    notes = [f"{len(chosen[-last:])} of {len(chosen)} {'entry' if len(chosen) == 1 else 'entries'}"]
+    notes = [f"{len(chosen[-last:])} of {counted(len(chosen), 'line')}"]
     if dropped := num_dropped(entries):
         notes.append(f"{dropped} dropped")
     if num_torn:
@@ -90,8 +95,8 @@ def render(entries: Sequence[Entry]) -> Table:
 
 def detail_of(entry: Entry) -> str:
     """Give the detail of an entry as text."""
-    said = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
-    return printable("  ".join(said))
+    fields = (f"{name}={_shown(value)}" for name, value in entry.detail.items())
+    return printable("  ".join(fields))
 
 
 def num_dropped(entries: Sequence[Entry]) -> int:

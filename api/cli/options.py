@@ -19,6 +19,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from api.operations.printing import numbers as numbers  # for options with lists of numbers
 from eplb.errors import ConfigError
 
 MOST_RANKS = 65_536
@@ -128,7 +129,10 @@ class LayerOptions:
     """What the options of a command tell about the layers and experts of a file."""
 
     model: Annotated[
-        str | None, typer.Option(help="A known model: its MoE layers, expert groups and bytes.")
+        str | None,
+        typer.Option(
+            help="A known model: its MoE layers, bytes and expert groups, which stay on nodes."
+        ),
     ] = None
     layer_ids: Annotated[str | None, typer.Option(help="Numbers of the MoE layers, as 3-60.")] = (
         None
@@ -165,7 +169,7 @@ class LayerOptions:
         shape = self.shape()
         ids = parse_layer_ids(self.layer_ids) if self.layer_ids is not None else None
         if ids is None and self.first_moe_layer is None and shape is not None:
-            ids = shape.layer_ids
+            ids, others["model"] = shape.layer_ids, self.model
         return ReadOptions(ids, self.first_moe_layer, **{"num_experts": self.experts, **others})
 
 
@@ -182,18 +186,3 @@ class RoutingOptions:
     ] = None
     top_k: Annotated[int | None, typer.Option(min=1, max=64, help="Top-k of raw routing.")] = None
     deployment: DeploymentName = "demo"
-
-
-def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
-    """Distinct whole numbers, separated by commas.
-
-    Raises:
-        ConfigError: anything else, or a number out of range.
-    """
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < least or max(found) > most:
-        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
-    return found

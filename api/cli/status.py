@@ -230,7 +230,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         if moving is None
         else f"plan {moving.plan_id}: {counted(moving.num_moves, 'move')}, "
         f"{moving.fraction:.0%} done",
-        "pace": f"{state.pace.part:g} of the deployment's own; {state.pace.reason}",
+        "pace": state.pace.text,
         "curve": state.expert_curve,
         "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
         "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
@@ -238,17 +238,16 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     yield from (f"{name:<11}{line}" for name, line in lines.items())
     if (ranks := state.membership) is not None:
         waits = f": {ranks.waits}" if ranks.waits else ""
-        verb = "serves" if len(ranks.members) == 1 else "serve"
-        serve = f"{counted(len(ranks.members), 'rank')} {verb}, {len(ranks.wanted)} are wanted"
+        serve = f"{counted(len(ranks.members), 'rank', 'serve')}, {len(ranks.wanted)} wanted"
         yield f"members    {serve}, epoch {ranks.epoch}, {ranks.phase}{waits}"
     if state.ranks:
-        yield "rank  host  state    generation  step      step ms  wait ms  last report"
+        yield "rank  node  state    generation  step      step ms  wait ms  last report"
     for view in state.ranks:
         phase = view.phase if view.is_alive or view.age_s is None else "silent"
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
-        host = state.node_of_rank[view.rank]
+        node = state.node_of_rank[view.rank]
         times = (f"{'-' if ms is None else ms:<9}" for ms in (view.step_ms, view.wait_ms))
-        place = f"{view.rank:<6}{host:<6}{phase:<9}{view.generation:<12}{view.step:<10}"
+        place = f"{view.rank:<6}{node:<6}{phase:<9}{view.generation:<12}{view.step:<10}"
         yield f"{place}{''.join(times)}{age}"
 
 

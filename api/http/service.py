@@ -22,6 +22,7 @@ from api.monitor.reader import BackgroundReader
 from api.monitor.verdict import unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Deadline
+from eplb.errors import counted
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Task
 
@@ -112,8 +113,8 @@ class AdminService:
         reading = self.reader.reading()
         if (why_not := unready(reading)) is not None:
             raise Refused(ProblemType.NOT_READY, why_not)
-        ranks, step = reading.state.ranks, reading.state.step
-        return f"{len(ranks)} ranks serve, at step {step}"
+        state = reading.state
+        return f"{counted(len(state.members), 'rank', 'serve')}, at step {state.step}"
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.

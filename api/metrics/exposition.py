@@ -1,8 +1,8 @@
 """Prometheus metrics of the current run, in base units, at most 130 series a deployment.
 
 Every figure comes from the store, so a counter does not fall when this process restarts. By default
-there is no series per expert, layer
-or rank; the page has those. ``level`` adds more. The library's global registry is not used.
+there is no series per expert, layer or rank; the page has those. ``level`` adds more. The library's
+global registry is not used.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ OF_GRADE: dict[Grade, Severity] = {
     Grade.DEGRADED: "warning",
     Grade.SERVING: "notice",
 }
-# By what the metric of anomalies counts them as.
+# Kind and severity, by the label of the metric of anomalies.
 OF_EVENT: dict[str, tuple[EventAnomaly, Severity]] = {
     "rank_death": ("rank-death", "critical"),
     "store_lost": ("store-lost", "critical"),
@@ -74,7 +74,7 @@ class AnomalyLog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended: deque[Anomaly] = deque(maxlen=KEPT)  # in the order of their ends
+        self._ended: deque[Anomaly] = deque(maxlen=KEPT)  # ordered by end
         self._open: dict[tuple[str, str], Anomaly] = {}
         self._last_id = self._last_event = self._last_outage = 0
 
@@ -176,7 +176,7 @@ def _of_event(event: Event) -> Iterator[tuple[EventAnomaly, Severity, str]]:
 
 
 def _is_of_others(one: Anomaly, finding: Symptom) -> bool:
-    """Whether a finding is of ranks of which an open anomaly has none."""
+    """Whether a finding is about other ranks than an open anomaly."""
     return bool(one.ranks and finding.ranks) and not set(one.ranks) & set(finding.ranks)
 
 

@@ -30,7 +30,7 @@ from telemetry.state.runs import RankState
 # In the order in which they are tried. The last two fill the host cache, not a slot.
 SOURCES = ("same_rank", "peer", "host", "other_rank", "other_host", "disk")
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
-UNTOLD = "untold"  # a migration that no noted plan led to
+UNTOLD = "untold"  # trigger of a migration whose plan is not known
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".
 ANOMALIES = ("load", "plan", "rank_death", "store_lost", "other")
 # What the controller makes of samples that it does not count as load;

@@ -5,7 +5,7 @@ this process began comes from the samples that the store still has, and from its
 minute. A roll-up is scored by the sums of its minute, so its noise is less than that of windows.
 
 A range is cut into bins. A point is joined to the one before it unless nothing was heard for
-longer than the windows take, so that a gap is drawn as a gap; a new run alone breaks no line.
+longer than the windows take, so that a gap is drawn as a gap; a new run by itself breaks no line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class History:
 
     def __init__(self) -> None:
         self._recent: dict[tuple[str, int], HistoryPoint] = {}
-        self._minutes: dict[float, HistoryPoint] = {}  # by start
+        self._minutes: dict[float, HistoryPoint] = {}  # start of the minute -> point
         self._marks: deque[HistoryMark] = deque(maxlen=KEPT_MARKS)
 
     def note(self, run: str, score: WindowScore) -> None:
@@ -82,7 +82,7 @@ class History:
         self._marks.append(mark)
 
     def age(self, now: float) -> None:
-        """Fold windows of more than an hour ago into minutes, and forget what is over a day old."""
+        """Fold windows of more than an hour ago into minutes; remove what is over a day old."""
         old = [key for key, point in self._recent.items() if point.time < now - RECENT_S]
         old += list(self._recent)[: max(0, len(self._recent) - len(old) - KEPT_RECENT)]
         folded: defaultdict[float, list[HistoryPoint]] = defaultdict(list)

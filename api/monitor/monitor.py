@@ -83,12 +83,12 @@ from telemetry.state.runs import (
 )
 from telemetry.state.store import StateStore
 
-PHASES = ("aborted", "idle", "preload", "stage", "swap")  # least done first, of a serving rank
+PHASES = ("aborted", "idle", "preload", "stage", "swap")  # of a serving rank, least done first
 SAMPLES_PER_READ = 2000
-KEPT_WINDOWS = 64  # with their matrices; 58 x 256 of them are 8 MB
+KEPT_WINDOWS = 64  # windows with their matrices: 8 MB at 58 x 256
 KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
-KEPT_COMMITS = 1000  # newest commits of a run; the store keeps as many placements
+KEPT_COMMITS = 1000  # newest commits of a run: as many as the store keeps placements
 HANGS_S = 1.0  # a look at the store that takes longer is left out of an answer
 OF_PROPOSALS = ("proposal", "commit", "restore")  # events after which others are open
 VERSIONS_S = 5.0  # after which the versions are read again: 5 ms with 320 ranks
@@ -103,7 +103,7 @@ class Monitor:
         clock: seconds since the epoch, of every age; None: the store's.
         supervision: what the process that supervises others knows; by default none does.
         folder: the state folder; None: not known here.
-        latest: so many samples of each rank are read at first, the latest; None: all.
+        latest: number of latest samples of each rank that are read at first; None: all.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Monitor:
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
         self._compile: Event | None = None  # the latest of its kind
-        self._is_read = self._has_proposals = False  # the second: since they were read last
+        self._is_read = self._has_proposals = False  # _has_proposals: new since the last read
         self._has_failed, self._answers_since = False, -inf  # when the store answered again
         self._proposals: list[Proposal] = []
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
@@ -157,8 +157,8 @@ class Monitor:
         self._first_step_of: dict[int, int] = {}  # generation -> first step that it served
         self._samples = SampleTally()
         self._step_at: tuple[int, float | None] = (-1, None)  # highest step, when it was seen anew
-        self._windows: dict[int, Window] = {}  # by index, oldest first
-        self._scores: dict[int, WindowScore] = {}  # by index, oldest first
+        self._windows: dict[int, Window] = {}  # index -> window, oldest first
+        self._scores: dict[int, WindowScore] = {}  # index -> score, oldest first
         self._time_of: dict[int, float] = {}  # window -> time of its newest sample
         self._num_pruned: int | None = None  # stored samples of the run that are never read
         if info is None:

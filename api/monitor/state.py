@@ -160,6 +160,12 @@ class PaceView:
     ] = None
     changed: Annotated[float | None, Meaning("time of that judgement", unit=EPOCH)] = None
 
+    @property
+    def text(self) -> str:
+        """The pace and its reason, in words."""
+        part = "" if self.part == 1 else f"{self.part:g} of "
+        return f"{part}the deployment's own; {self.reason}"
+
 
 @dataclass(frozen=True)
 class MigrationProgress:

@@ -20,7 +20,8 @@ from math import inf
 
 from api.monitor.state import GONE, Grade, Leadership, RankView, Reading, State, Symptom
 from api.processes.supervision import ProcessState
-from eplb.core.model import spans
+from eplb.core.model import named_ranks, spans
+from eplb.errors import counted
 from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
 from rebalance.controller.open_migration import SWITCHED_OFF
@@ -29,14 +30,13 @@ from telemetry.state.holder import is_dead, shown
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
-# Without a token, a step, or progress of a busy thread.
+# Time without a token, a step, or progress of a busy thread.
 STALLED_AFTER_S = 30.0
 WAITING_SHOWN_S = 90.0  # three times as long as from one report of a launcher to the next
-NAMED_RANKS = 8  # more are given as spans
 # As in the alerts EplbUnbalanced and EplbRebalancesFail.
 UNBALANCED, UNBALANCED_S = 1 / 0.7, 600.0  # imbalance, and for how long
-FAILED, FAILED_S = 3, 1800.0  # more migrations than that, within so long
-LEAST_FREE_BYTES = 64_000_000  # as in the alert EplbDiskFull
+FAILED, FAILED_S = 3, 1800.0  # failed migrations that are no finding, and within what time
+LEAST_FREE_BYTES = 64_000_000  # bound of the alert EplbDiskFull too
 INTERVALS = 3.0  # intervals of samples; a deployment that samples seldom is not stopped between two
 
 
@@ -90,7 +90,7 @@ def _severity(finding: Symptom) -> tuple[bool, int]:
 def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     """What an operator wants to know beside the worst that is wrong."""
     if is_serving:
-        yield f"{len(state.members)} ranks serve, at step {state.step}"
+        yield f"{counted(len(state.members), 'rank', 'serve')}, at step {state.step}"
     until = ""
     if state.until is not None:
         until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
@@ -103,14 +103,13 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     if state.stage not in ("", "all"):
         yield f"stage {state.stage}"
     if state.open_proposals:
-        wait = "proposals wait" if state.open_proposals > 1 else "proposal waits"
-        yield f"{state.open_proposals} {wait} for a decision"
+        yield f"{counted(state.open_proposals, 'proposal', 'wait')} for a decision"
     ranks = state.membership
     if ranks is not None and (change := ranks.operation) is not None and not change.ended:
         yield f"operation {change.id} on the ranks, {ranks.phase}: {ranks.waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
-            yield f"{name} by order: {_named(views)}"
+            yield f"{name} by order: {named_ranks(_numbers(views))}"
     yield from (one.text for one in _clocks(state))
 
 
@@ -148,9 +147,8 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
         yield Symptom(
             "rank-uncounted",
             Grade.DEGRADED,
-            f"rank {', '.join(map(str, state.uncounted_ranks))}: the counters stay at zero while "
-            "those of other ranks grow, expected tokens for the experts that it holds: its "
-            "dispatcher does not count",
+            f"{named_ranks(state.uncounted_ranks)}: the counters stay at zero while those of other "
+            "ranks grow, expected tokens for the experts held there: the dispatcher does not count",
             is_ready=True,
             ranks=state.uncounted_ranks,
         )
@@ -194,7 +192,7 @@ def _clocks(state: State) -> Iterator[Symptom]:
         most_s = max((view.ahead_s for view in off), key=abs)
         side = "ahead of" if most_s > 0 else "behind"
         text = (
-            f"the clock of rank {_named(off)} is {abs(most_s):.0f} s {side} the store's, "
+            f"the clock of {named_ranks(_numbers(off))} is {abs(most_s):.0f} s {side} the store's, "
             f"expected {CLOCK_TOLERANCE_S:g} s at most: synchronise it (NTP)"
         )
         yield Symptom("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
@@ -202,14 +200,14 @@ def _clocks(state: State) -> Iterator[Symptom]:
 
 def _ranks(state: State) -> Iterator[Symptom]:
     yield from _clocks(state)
-    if gone := [view for view in state.ranks if view.phase == GONE]:
+    if gone := tuple(view.rank for view in state.ranks if view.phase == GONE):
         num_ranks = len(state.members)
         yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
-            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {_named(gone)}, until "
-            "they join again or all ranks are started",
-            ranks=_numbers(gone),
+            f"{num_ranks} of {num_ranks + len(gone)} ranks serve on, without {named_ranks(gone)}, "
+            "until they join again or all ranks are started",
+            ranks=gone,
             is_ready=True,
             since=state.started,
         )
@@ -220,7 +218,7 @@ def _ranks(state: State) -> Iterator[Symptom]:
     yield Symptom(
         "rank-silent",
         Grade.BLIND if len(silent) == len(state.members) else Grade.DEGRADED,
-        f"silent ranks: {_named(silent)}, expected a report from all {len(state.members)} "
+        f"silent ranks: {spans(_numbers(silent))}, expected a report from all {len(state.members)} "
         f"within {limit_s:g} s",
         ranks=_numbers(silent),
         since=_oldest(state, silent),
@@ -232,14 +230,9 @@ def _numbers(views: list[RankView]) -> tuple[int, ...]:
 
 
 def _oldest(state: State, silent: list[RankView]) -> float | None:
-    """When the first of them reported last; None: one of them never did."""
+    """Time of the oldest of their reports; None: one of them never reported."""
     ages = [view.age_s for view in silent if view.age_s is not None]
     return state.time - max(ages) if len(ages) == len(silent) else None
-
-
-def _named(views: list[RankView]) -> str:
-    ranks = [view.rank for view in views]
-    return ", ".join(map(str, ranks)) if len(ranks) <= NAMED_RANKS else spans(ranks)
 
 
 def _tokens(seen: Reading) -> Iterator[Symptom]:
@@ -315,7 +308,9 @@ def _processes(state: State) -> Iterator[Symptom]:
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
-            is_ready = one.state is ProcessState.DOWN  # by its heartbeat: ranks serve without it
+            is_ready = (
+                one.state is ProcessState.DOWN
+            )  # known by its heartbeat; ranks serve without it
             since = state.time - one.report_age_s
             yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 V1 = "/api/v1"
 JSON = "application/json"
-ANY = "*"  # entity tag of whatever there is
+ANY = "*"  # entity tag that any revision matches
 REVISION_TAG = r'(\*|"[0-9]{1,19}")'
 NOT_GIVEN: Any = None  # default of a key that may be left out, and is never null
 MAX_ID = 2**53 - 1  # largest integer that every reader of JSON holds exactly
@@ -91,13 +91,17 @@ class Arguments:
         return found
 
 
-Id = Annotated[int, Meaning("its number", at_least=0, at_most=MAX_ID)]
-Limit = Annotated[int, Meaning("most that are returned", at_least=1, at_most=1000)]
+Id = Annotated[int, Meaning("number of the item", at_least=0, at_most=MAX_ID)]
+MOST_RANK = 999_999
+Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_RANK, example=3)]
+Limit = Annotated[int, Meaning("most items that are returned", at_least=1, at_most=1000)]
 Before = Annotated[
-    int | None, Meaning("only those before this number; null: all", at_least=0, at_most=MAX_ID)
+    int | None, Meaning("only items before this number; null: all", at_least=0, at_most=MAX_ID)
 ]
-After = Annotated[int, Meaning("only those past this number", at_least=0, at_most=MAX_ID)]
-Reason = Annotated[str, Meaning("stored with the change", min_length=1, max_length=500)]
+After = Annotated[int, Meaning("only items past this number", at_least=0, at_most=MAX_ID)]
+Reason = Annotated[
+    str, Meaning("reason of the change, stored with it", min_length=1, max_length=500)
+]
 Policy = Annotated[
     str | None,
     Named(
@@ -117,12 +121,12 @@ class ReasonRequest(Arguments):
 
 @dataclass(frozen=True)
 class LiveAnswer:
-    """What a live setting lists; the revision is the entity tag too."""
+    """Entries of a live setting that is a list; the revision is also the entity tag."""
 
     revision: Annotated[int, Meaning("revision of the live settings, of which these are one")]
-    unmet: Annotated[list[str], Meaning("why plans of the current run leave one out")]
+    unmet: Annotated[list[str], Meaning("reasons why plans of the current run leave an entry out")]
     time: Annotated[
-        float | None, Meaning("time of the latest change; null: those of the configuration apply")
+        float | None, Meaning("time of the latest change; null: the configuration applies")
     ]
     reason: str | None
 
@@ -136,14 +140,14 @@ class Page(Generic[T]):
 
     @classmethod
     def of(cls, found: Sequence[T], limit: int, number: Callable[[T], int]) -> Page[T]:
-        """Make a page of the first so many of what was found, which may be more."""
+        """Make a page of the first ``limit`` items; more items mean that there is a next page."""
         page = found[:limit]
         return cls(page, number(page[-1]) if len(found) > limit else None)
 
 
 @dataclass(frozen=True)
 class Raw:
-    """An answer that is bytes already."""
+    """An answer that is encoded already."""
 
     content: bytes | Iterator[bytes]
     media_type: str = JSON
@@ -202,11 +206,11 @@ class Call:
         self.headers["ETag"] = f'"{number}"'
 
     def expected_revision(self) -> int | None:
-        """Return the revision of live settings, or the epoch, that ``If-Match`` names; None: any.
+        """Return the revision of live settings, or the epoch, in ``If-Match``; None: any.
 
         Raises:
-            Refused: it is missing where it is required (RFC 6585), or is no entity tag. Where it is
-                not required, what is no tag of a revision is a precondition that fails (RFC 9110).
+            Refused: the header is missing where it is required (RFC 6585), or is no entity tag. An
+                optional header that is no tag of a revision is a failed precondition (RFC 9110).
         """
         is_required = self.operation.if_match == "known revision"
         tag = self.request.headers.get("if-match", "" if is_required else ANY)

@@ -14,18 +14,20 @@ from api.http.problems import ProblemType, Refused
 from api.operations.declaration import (
     MAX_ID,
     MOST_LASTS_S,
+    MOST_RANK,
     NOT_GIVEN,
     V1,
     Answer,
     Ask,
     Call,
+    Rank,
     Reason,
     ReasonRequest,
     command,
     operation,
 )
 from api.operations.placements import shape_of_run
-from api.operations.printing import WHY, at, line
+from api.operations.printing import WHY, at, line, numbers
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from telemetry.state.placements import CommittedPlacement
     from telemetry.state.store import StateStore
 
-MOST_RANK, MOST_RANKS = 999_999, 4096
+MOST_RANKS = 4096
 MOST_LOST = 4096  # characters
 # Ten times what a rank may take to meet the others (120 s) and to load its experts (60 s). Ranks of
 # the demo's size serve 1.2 s after the request, 2.6 s at most of 20.
@@ -45,8 +47,7 @@ WITHIN_S = 1800
 NUMBERS = r"^\d{1,6}(,\d{1,6})*$"
 ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$"
 MEMBERSHIP = "api.monitor.membership:Membership"
-Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_RANK)]
-ChangeId = Annotated[str, Meaning("its id", pattern=ID, example="scale-down-7")]
+ChangeId = Annotated[str, Meaning("id of the operation", pattern=ID, example="scale-down-7")]
 
 
 # -- what the loss of ranks would leave
@@ -119,7 +120,7 @@ def _loss(
 
 
 def check_rank(rank: int, topology: Topology) -> None:
-    """Refuse the number of a rank that the run has not."""
+    """Refuse a number that is no rank of the run."""
     if rank >= topology.num_ranks:
         why = f"there is no rank {rank}, expected 0..{topology.num_ranks - 1}"
         raise Refused(ProblemType.NO_SUCH_RANK, why)
@@ -138,7 +139,7 @@ def committed_of(store: StateStore) -> CommittedPlacement:
 
 @dataclass(frozen=True)
 class MembershipRequest(ReasonRequest):
-    """Which ranks should serve: one of ``to``, ``retire`` and ``ranks``."""
+    """Ranks that should serve, by exactly one of ``to``, ``retire`` and ``ranks``."""
 
     shown: ClassVar[dict[str, Any]] = {
         "oneOf": [{"required": ["to"]}, {"required": ["retire"]}, {"required": ["ranks"]}],
@@ -151,26 +152,32 @@ class MembershipRequest(ReasonRequest):
     id: Annotated[
         str | None,
         Meaning(
-            "name of the operation: the same again gives the first answer; null: one is made",
+            "id of the operation: a repetition gives the same operation; null: an id is generated",
             pattern=ID,
             max_length=64,
         ),
     ] = None
     to: Annotated[
-        int, Meaning("so many ranks, which are chosen", at_least=1, at_most=MOST_RANK)
+        int,
+        Meaning(
+            "number of ranks that should serve; which of them is chosen",
+            at_least=1,
+            at_most=MOST_RANK,
+        ),
     ] = NOT_GIVEN
     retire: Annotated[
         list[Rank],
-        Meaning("the wanted ranks but for these", min_length=1, max_length=MOST_RANKS),
+        Meaning("ranks that should leave", min_length=1, max_length=MOST_RANKS),
     ] = NOT_GIVEN
     ranks: Annotated[
-        list[Rank], Meaning("just these ranks", min_length=1, max_length=MOST_RANKS)
+        list[Rank],
+        Meaning("ranks that should serve, all of them", min_length=1, max_length=MOST_RANKS),
     ] = NOT_GIVEN
-    dry_run: Annotated[bool, Meaning("only say what it would do")] = True
+    dry_run: Annotated[bool, Meaning("report what the change would do, and change nothing")] = True
     within_s: Annotated[
         int,
         Meaning(
-            "time after which it fails if it is still open: the ranks of before are wanted again",
+            "time after which an open operation fails: the earlier ranks are wanted again",
             at_least=1,
             at_most=MOST_LASTS_S,
         ),
@@ -221,7 +228,8 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
     asked = {name: value for name, value in named.items() if value is not NOT_GIVEN}
     if len(asked) != 1:
-        why = f"the body names {', '.join(asked) or 'none'} of to, retire and ranks, expected one"
+        found = ", ".join(asked) or "none"
+        why = f"the body names {found} of to, retire and ranks, expected one of them"
         raise Refused(ProblemType.INVALID_REQUEST, why)
     model, topology = shape_of_run(store)
     serving = committed_of(store)
@@ -230,7 +238,7 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     if known is None and expected not in (None, epoch):
         why = f"the epoch is {epoch}, expected {expected} as in If-Match: read the membership again"
         raise Refused(ProblemType.MEMBERSHIP_CHANGED, why)
-    # What is repeated was looked at the first time: the ranks may be others now.
+    # A repeated request was checked the first time; the ranks may have changed since.
     wanted = _wanted(store, body, model, topology, serving) if known is None else known.wanted
     refusal = _refusal(store, model, topology, serving, wanted) if known is None else ""
     members = set(topology.alive.nonzero()[0].tolist())
@@ -351,32 +359,33 @@ def cancel_membership(call: Call, change_id: ChangeId, body: ReasonRequest) -> M
 
 # -- commands
 
-Yes = Annotated[bool, Meaning("carry it out; without it, only say what it would do")]
+Yes = Annotated[bool, Meaning("carry the change out; without it, report what the change would do")]
 Epoch = Annotated[
-    int | None, Meaning("only at this epoch of the ranks; null: at any", at_least=0, at_most=MAX_ID)
+    int | None,
+    Meaning(
+        "refuse the change at another epoch of the ranks; null: at none", at_least=0, at_most=MAX_ID
+    ),
 ]
 Within = Annotated[
     int,
-    Meaning("seconds after which it fails, if it is still open", at_least=1, at_most=MOST_LASTS_S),
+    Meaning("seconds after which an open operation fails", at_least=1, at_most=MOST_LASTS_S),
 ]
 Named = Annotated[
     str | None,
-    Meaning("name of the operation, done once however often it is repeated; null: one is made"),
+    Meaning(
+        "id of the operation, which is done once however often it is repeated; null: generated"
+    ),
 ]
-
-
-def _numbers(ranks: list[int]) -> str:
-    from eplb.core.model import spans
-
-    return spans(ranks) or "none"
 
 
 def show_plan(found: dict[str, Any]) -> int:
     """Print what a change of the ranks does; 1: it cannot be done."""
+    from eplb.core.model import named_ranks
+
     loss = found["loss"]
     line(
-        f"ranks that serve afterwards: {_numbers(found['wanted'])}",
-        f"join: {_numbers(found['joins'])}; retire: {_numbers(found['retires'])}",
+        f"serve afterwards: {named_ranks(found['wanted'])}",
+        f"join: {named_ranks(found['joins'])}; retire: {named_ranks(found['retires'])}",
         f"experts that have to move: {loss['uncovered']}, {loss['refill_bytes'] / 1e6:.1f} MB, "
         f"{loss['refill_s']:.3g} s on the rank with most; spare slots in a layer: "
         f"{loss['spare_slots']}",
@@ -397,7 +406,7 @@ def show_plan(found: dict[str, Any]) -> int:
 @command("scale", "eplb scale --to 6; eplb scale --to 6 --yes", change_membership, show=show_plan)
 def ask_to_scale(
     ask: Ask,
-    to: Annotated[int, Meaning("so many ranks serve", at_least=1, at_most=MOST_RANK)],
+    to: Annotated[int, Meaning("number of ranks that should serve", at_least=1, at_most=MOST_RANK)],
     yes: Yes = False,
     id: Named = None,
     epoch: Epoch = None,
@@ -430,24 +439,24 @@ def ask_to_retire(
     """Move every expert off ranks, and have them leave for good. Exit status 1: it cannot be
     done.
     """
-    import re
-
-    from eplb.errors import ConfigError
-
-    if not re.fullmatch(NUMBERS, ranks):
-        raise ConfigError(f"found {ranks!r}, expected numbers of ranks with commas, such as 3,5")
-    numbers = [int(rank) for rank in ranks.split(",")]
-    named = {"retire": numbers, "id": id, "reason": reason, "within_s": within}
+    named = {
+        "retire": list(numbers("RANKS", ranks, least=0)),
+        "id": id,
+        "reason": reason,
+        "within_s": within,
+    }
     return ask(change_membership, **named, dry_run=not yes, if_match=epoch)
 
 
 def show_membership(found: dict[str, Any]) -> None:
     """Print which ranks serve and should."""
+    from eplb.core.model import named_ranks
+
     line(
-        f"epoch {found['epoch']}: ranks {_numbers(found['members'])} serve, "
-        f"{_numbers(found['wanted'])} are wanted",
+        f"epoch {found['epoch']}; serve: {named_ranks(found['members'])}; wanted: "
+        f"{named_ranks(found['wanted'])}",
         found["phase"] + (f": {found['waits']}" if found["waits"] else ""),
-        f"safe to delete: {_numbers(found['safe_to_delete'])}",
+        f"safe to delete: {named_ranks(found['safe_to_delete'])}",
     )
     if (one := found["operation"]) is not None:
         end = f"{one['ended']} at {at(one['ended_at'])}: {one['why']}" if one["ended"] else "open"
@@ -455,7 +464,7 @@ def show_membership(found: dict[str, Any]) -> None:
             end += f", fails in {left_s:.0f} s"
         line(
             f"operation {one['id']} since {at(one['time'])} by {one['by'] or 'the program'} for "
-            f"ranks {_numbers(one['wanted'])} ({one['reason']}): {end}"
+            f"{named_ranks(one['wanted'])} ({one['reason']}): {end}"
         )
 
 

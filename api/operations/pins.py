@@ -17,17 +17,17 @@ from api.operations.declaration import (
     Ask,
     Call,
     LiveAnswer,
+    Rank,
     Reason,
     ReasonRequest,
     command,
     operation,
 )
 from api.operations.placements import shape_of_run
-from api.operations.printing import WHY, line, listing
+from api.operations.printing import WHY, line, listing, numbers
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
-    from eplb.fitting import Pins
     from telemetry.state.live import LiveState
     from telemetry.state.store import StateStore
 
@@ -43,24 +43,23 @@ Layer = Annotated[
     Meaning("the model's layer number; null: every layer", at_least=0, at_most=MOST_NUMBER),
 ]
 Expert = Annotated[int, Meaning("a logical expert", at_least=0, at_most=MOST_NUMBER)]
-Rank = Annotated[int, Meaning("number of a rank", at_least=0, at_most=MOST_NUMBER)]
 
 
 @dataclass(frozen=True)
 class Pin(Arguments):
-    """An expert, and ranks that must hold it."""
+    """An expert and the ranks that must hold it."""
 
     expert: Expert
     ranks: Annotated[
         list[Rank],
-        Meaning("each once", min_length=1, max_length=MOST_RANKS, example=[0, 4]),
+        Meaning("numbers of ranks, each once", min_length=1, max_length=MOST_RANKS, example=[0, 4]),
     ]
     layer: Layer = None
 
 
 @dataclass(frozen=True)
 class PinsRequest(ReasonRequest):
-    """All pins, in place of those that there are."""
+    """All pins, in place of the present ones."""
 
     pins: Annotated[list[Pin], Meaning("each expert of a layer once", max_length=MOST_PINS)]
 
@@ -74,7 +73,7 @@ class PinsAnswer(LiveAnswer):
 
 @operation(f"GET {V1}/pins")
 def pins(call: Call) -> PinsAnswer:
-    """Pins. Experts that ranks must hold; the `ETag` is for `PUT` and `DELETE`."""
+    """Pins. Experts and the ranks that must hold them; the `ETag` is for `PUT` and `DELETE`."""
     return _answer(call, call.store.live())
 
 
@@ -84,9 +83,7 @@ def pins(call: Call) -> PinsAnswer:
     if_match="known revision",
 )
 def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
-    """Set all pins. Takes the place of all pins, at the revision in `If-Match`. The next plan meets
-    them.
-    """
+    """Replace all pins. At the revision in `If-Match`. The next plan meets them."""
     from rebalance.controller.plans.planner_request import written_pins
 
     call.expected_revision()  # first: without the header it is refused whatever its pins are
@@ -101,7 +98,7 @@ def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
     if len(text) > MOST_TEXT:
         why = f"the pins take {len(text)} characters, expected at most {MOST_TEXT}"
         raise Refused(ProblemType.INVALID_REQUEST, why)
-    if unmet := _unmet(store, store.live(), new):
+    if unmet := _unmet(store, store.live(), text):
         more = f", and {len(unmet) - 1} more" if len(unmet) > 1 else ""
         raise Refused(ProblemType.IMPOSSIBLE_PIN, f"{unmet[0]}{more}")
     return _answer(call, call.change_live({"pins": text}, reason=body.reason))
@@ -109,7 +106,7 @@ def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
 
 @operation(f"DELETE {V1}/pins", if_match="known revision")
 def delete_pins(call: Call, body: ReasonRequest) -> PinsAnswer:
-    """Remove all pins. At the revision in `If-Match`; those of the configuration apply again."""
+    """Remove all pins. At the revision in `If-Match`; pins of the configuration apply again."""
     return _answer(call, call.change_live({"pins": None}, reason=body.reason))
 
 
@@ -126,16 +123,14 @@ def _answer(call: Call, state: LiveState) -> PinsAnswer:
             for which, ranks in found.items()
             for layer, expert in [(None, which) if isinstance(which, int) else which]
         ],
-        unmet=_unmet(store, state, found) if store.current_run() is not None else [],
+        unmet=_unmet(store, state, state.text("pins")) if store.current_run() is not None else [],
         time=change.time if change else None,
         reason=change.reason if change else None,
     )
 
 
-def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
-    """Why the current run cannot meet pins, as the planner will find it."""
-    from eplb.core.constraints import Constraints, room_of
-    from eplb.fitting import FittingCordons, fitting_pins
+def _unmet(store: StateStore, state: LiveState, pins: str) -> list[str]:
+    """Reasons why the current run cannot meet pins, as the planner finds them."""
     from eplb.migration.membership import leavers
     from rebalance.controller.plans.planner_request import (
         PlannerRequest,
@@ -143,30 +138,15 @@ def _unmet(store: StateStore, state: LiveState, wanted: Pins) -> list[str]:
         written_cordons,
     )
 
-    if not wanted:
+    if not pins:
         return []
     model, topology = shape_of_run(store)
     committed = store.committed()
     leaving = leavers(store.wanted_ranks(), topology)
     in_force = written_cordons(cordons_in_force(state.text("cordons"), leaving))
-    asked = PlannerRequest(redundancy=state.text("redundancy"), cordons=in_force)
-    cordons = FittingCordons(topology)
-    if committed is not None:
-        cordons = asked.cordoned(committed.placement, topology, model.num_expert_groups)
-    slots = asked.slots(cordons.topology, model)
-    room = room_of(Constraints(slots=slots), cordons.topology, model.num_layers)
-    if committed is not None:
-        room = cordons.limited(room, committed.placement)
-    found = fitting_pins(
-        wanted,
-        room,
-        cordons.topology,
-        model.num_experts,
-        model.num_expert_groups,
-        cordons.kept,
-        model.layer_ids,
-    )
-    return list(found.unmet)
+    asked = PlannerRequest(redundancy=state.text("redundancy"), cordons=in_force, pins=pins)
+    placement = None if committed is None else committed.placement
+    return list(asked.unmet_pins(placement, topology, model))
 
 
 def _words(layer: int | None, expert: int) -> str:
@@ -197,13 +177,9 @@ def set_pin(
     reason: Reason = WHY,
 ) -> Answer:
     """Pin an expert to ranks, in place of its pin before; other pins stay."""
-    from eplb.errors import ConfigError
-
-    numbers = [part.strip() for part in ranks.split(",")]
-    if not all(number.isascii() and number.isdigit() for number in numbers):
-        raise ConfigError(f"--ranks is {ranks!r}, expected numbers with commas, as 0,4")
+    chosen = list(numbers("--ranks", ranks, least=0))
     found = ask(pins).body
-    new = {"layer": layer, "expert": expert, "ranks": [int(number) for number in numbers]}
+    new = {"layer": layer, "expert": expert, "ranks": chosen}
     every = [*_others(found, layer, expert), new]
     return ask(put_pins, reason=reason, pins=every, if_match=found["revision"])
 

@@ -1,4 +1,4 @@
-"""Operations on placements: one, their history, what differs between two, one as an engine's file.
+"""Operations on placements: read, history, difference of two, export as an engine's file.
 
 Shapes:  L MoE layers, S slots.
 """
@@ -25,7 +25,7 @@ from api.operations.declaration import (
     header,
     operation,
 )
-from api.operations.printing import line, listing, table
+from api.operations.printing import line, listing
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from telemetry.state.placements import CommittedPlacement
     from telemetry.state.store import StateStore
 
-NOTES = "Eplb-Notes"  # header of a file: what it cannot express
+NOTES = "Eplb-Notes"  # header: what the format of the file cannot express
 MOST_LAYERS = 64  # layers of one page; 64 x 2,880 slots are about 3 MB
 SHOWN = 8  # experts of a cell of a table
 FILE_OF = {  # ending and media type, by engine
@@ -62,10 +62,15 @@ GROUP = (
 def placement(
     call: Call,
     generation: Annotated[
-        int | None, Meaning("null: the one that ranks serve", at_least=0, at_most=MAX_ID)
+        int | None,
+        Meaning(
+            "generation of the placement; null: the generation that ranks serve",
+            at_least=0,
+            at_most=MAX_ID,
+        ),
     ] = None,
 ) -> Raw:
-    """A committed placement. The one that ranks serve, or the one of a generation; its `ETag` is
+    """A committed placement. Of the generation that ranks serve, or of another one; its `ETag` is
     for `If-Match`. With that tag in `If-None-Match` the answer is 304, without a body.
     """
     committed = call.store.committed()
@@ -96,14 +101,14 @@ def placement_answer(store: StateStore, generation: int | None) -> PlacementAnsw
 
     found = store.committed() if generation is None else _placement(store, generation)
     if found is None:
-        raise Refused(ProblemType.NO_SUCH_PLACEMENT, "the store holds no committed placement")
+        raise Refused(ProblemType.NO_SUCH_PLACEMENT, "the store has no committed placement")
     return answer_of(found)
 
 
 def _placement(store: StateStore, generation: int) -> CommittedPlacement:
     found = store.placement(generation)
     if found is None:
-        why = f"the store holds no placement that is generation {generation}"
+        why = f"the store has no placement of generation {generation}"
         raise Refused(ProblemType.NO_SUCH_PLACEMENT, why)
     return found
 
@@ -218,10 +223,13 @@ def _check_fits(kept: Placement, model: ModelShape, topology: Topology) -> None:
 )
 def show_diff(found: dict[str, Any]) -> None:
     """Show what differs between two placements: experts, bytes and shares, by layer and rank."""
+    from api.terminal.printable import print_table
+    from eplb.errors import counted
+
     base, target = (found[side]["generation"] for side in ("base", "target"))
     line(
-        f"generation {base} to {target}: {found['moves']} moves, "
-        f"{found['bytes'] / 1e9:.3f} GB, in {found['changed_layers']} layers"
+        f"generation {base} to {target}: {counted(found['moves'], 'move')}, "
+        f"{found['bytes'] / 1e9:.3f} GB, in {counted(found['changed_layers'], 'layer')}"
     )
     rows = list[list[Any]]()
     for layer in found["layers"]:
@@ -238,7 +246,7 @@ def show_diff(found: dict[str, Any]) -> None:
         for rank, of_rank in sorted(cells.items()):
             rows.append([layer["layer"], rank, *of_rank])
     if rows:
-        table(("layer", "rank", "gains", "loses"), rows, "shares")
+        print_table(("layer", "rank", "gains", "loses"), rows, "shares")
     if found["next"] is not None:
         line(f"more layers differ: --after {found['next']}")
 

@@ -71,7 +71,7 @@ def _not_yet(call: Call, task: TaskAnswer) -> TaskAnswer:
 
 
 def _given(asked: Any) -> dict[str, Any]:
-    """Arguments as the request of a task, without those that are null."""
+    """Arguments as the request of a task, without null values."""
     found = {name: value for name, value in asdict(asked).items() if value is not None}
     if (throttle := found.get("throttle")) is not None:
         found["throttle"] = {name: one for name, one in throttle.items() if one is not None}
@@ -169,7 +169,7 @@ def ask_for_tasks(
 
 @dataclass(frozen=True)
 class ThrottleRequest(Arguments):
-    """How much slower than the deployment's settings this migration is to go."""
+    """Limits of this migration below those of the deployment's settings."""
 
     shown: ClassVar[dict[str, Any]] = {
         "minProperties": 1,
@@ -216,9 +216,9 @@ class RebalanceRequest(ReasonRequest):
 
 @dataclass(frozen=True)
 class RollbackRequest(ReasonRequest):
-    """Ask the controller for the way back to an earlier placement, or for what it would cost.
+    """Ask the controller for a plan to an earlier placement, and for its cost in a dry run.
 
-    It is a migration forward: the earlier experts and shares become a new generation.
+    A rollback is a migration forward: the earlier experts and shares become a new generation.
     """
 
     generation: Annotated[
@@ -251,7 +251,7 @@ def rebalance(call: Call, body: RebalanceRequest) -> TaskAnswer:
     is_task=True,
 )
 def rollback(call: Call, body: RollbackRequest) -> TaskAnswer:
-    """Back to an earlier placement; move only when dry_run is false. Submits a task to the
+    """Roll back to an earlier placement; move only when dry_run is false. Submits a task to the
     controller and waits a while for its result.
     """
     return _ask_to_move(call, "rollback", body, is_dry_run=body.dry_run)
@@ -287,7 +287,7 @@ def show_rebalance(found: dict[str, Any]) -> None:
     names=DRY_OR_MOVE,
 )
 def show_rollback(found: dict[str, Any]) -> None:
-    """Plan the way back to an earlier placement; with --move, carry it out."""
+    """Plan a migration back to an earlier placement; with --move, carry it out."""
     _print_task(found)
 
 
@@ -300,7 +300,8 @@ class ProposalRequest(ReasonRequest):
 
     policy: Policy = None
     expires_s: Annotated[
-        int, Meaning("for how long it can be approved", at_least=1, at_most=MOST_LASTS_S)
+        int,
+        Meaning("time within which the proposal can be approved", at_least=1, at_most=MOST_LASTS_S),
     ] = 900
 
 
@@ -309,7 +310,8 @@ class ApproveRequest(ReasonRequest):
     """Carry out a proposal."""
 
     accept_loss: Annotated[
-        bool, Meaning("also where it costs more than it saves, by the load of now")
+        bool,
+        Meaning("carry the plan out also where it costs more than it saves on the present load"),
     ] = False
 
 
@@ -393,7 +395,7 @@ def approve(call: Call, proposal_id: Id, body: ApproveRequest) -> TaskAnswer:
 
 @operation(f"POST {V1}/proposals/{{proposal_id}}/reject", answer=PROPOSAL, problems=OF_PROPOSALS)
 def reject(call: Call, proposal_id: Id, body: ReasonRequest) -> Proposal:
-    """End a proposal. Nobody can approve it afterwards."""
+    """Reject a proposal. It cannot be approved afterwards."""
     from telemetry.state.proposals import ProposalEnded
 
     found = _proposal(call.store, proposal_id)
@@ -457,15 +459,15 @@ def show_proposed(found: dict[str, Any]) -> None:
     names={"accept_loss": "force"},
 )
 def show_approved(found: dict[str, Any]) -> None:
-    """Carry out exactly a proposal; refused once its base moved on, and where it loses by the load
-    of now, without --force.
+    """Carry out exactly a proposal; refused once its base moved on, and, without --force, where it
+    costs more than it saves on the present load.
     """
     _print_task(found)
 
 
 @command("reject", "eplb reject 12 --reason 'not tonight'", reject)
 def show_rejected(found: dict[str, Any]) -> None:
-    """End a proposal, so that nobody can approve it."""
+    """Reject a proposal: it cannot be approved afterwards."""
     _print_proposal(found)
 
 

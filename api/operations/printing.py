@@ -1,25 +1,18 @@
-"""What commands print of answers, and times that they are given. Libraries are loaded late."""
+"""How commands print answers, and read times and numbers. Imports of libraries are late."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-WHY = "from the command line"  # reason of a change by a command that is given none
+WHY = "from the command line"  # default reason of a change by a command
 TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Fields that are seconds since the epoch.
 TIMES = frozenset({"time", "since", "until", "expires", "start", "end"})
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], last: str | None = None) -> None:
-    """Print rows under the names of their columns; ``last`` is a column of text."""
-    from api.terminal.printable import print_table
-
-    print_table(columns, rows, last)
 
 
 def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> None:
@@ -28,17 +21,19 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
     Times are printed as dates, lists with commas.
 
     Args:
-        items: of the answer.
-        columns: names of the fields, the last one of text; ``plan_id:plan`` has another heading.
-        none: what is printed where there is no item; "": the headings.
+        items: the items of the answer.
+        columns: names of fields, the last one of text; ``plan_id:plan`` has another heading.
+        none: text for an empty list; "": the headings are printed.
     """
+    from api.terminal.printable import print_table
+
     fields = [column.partition(":") for column in columns.split()]
     rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]
     if none and not rows:
         line(none)
     else:
         *headings, last = (heading or name for name, _, heading in fields)
-        table(headings, rows, last)
+        print_table(headings, rows, last)
 
 
 def cell(name: str, value: Any) -> Any:
@@ -87,4 +82,21 @@ def time_of(option: str, text: str) -> float:
     if not 0 <= found <= now:
         place = "in the future" if found > now else "before 1970"
         raise ConfigError(f"{option} is {text!r}, which is {place}, expected 1970-01-01 to now")
+    return found
+
+
+def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple[int, ...]:
+    """Distinct whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: anything else, or a number out of range.
+    """
+    from eplb.errors import ConfigError
+
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least or max(found) > most:
+        raise ConfigError(f"{option} is {text!r}, expected numbers of {least} to {most}, as 1,2,4")
     return found

@@ -15,6 +15,7 @@ from api.operations.declaration import (
     Ask,
     Call,
     LiveAnswer,
+    Rank,
     ReasonRequest,
     command,
     operation,
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from telemetry.state.live import LiveState
     from telemetry.state.store import StateStore
 
-MOST_RANK = 999_999
 OF_CORDONS = (ProblemType.NO_SUCH_RANK, ProblemType.NO_RUN, ProblemType.IMPOSSIBLE_CORDON)
-MOST_TRIES = 8  # against other changes of live settings, where the request names no revision
+MOST_TRIES = (
+    8  # attempts where another change of live settings comes first and the request has no revision
+)
 RankState = Literal["open", "cordoned", "draining", "drained"]
-Rank = Annotated[int, Meaning("number of the rank", at_least=0, at_most=MOST_RANK, example=3)]
 
 
 @dataclass(frozen=True)

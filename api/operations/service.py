@@ -32,7 +32,7 @@ LABELS = {one.label: one for one in ProblemType}
 
 @dataclass(frozen=True)
 class Health:
-    """Alive, or ready; a problem otherwise."""
+    """The service is alive or ready; otherwise the answer is a problem."""
 
     detail: str
     status: Literal["ok"] = "ok"
@@ -83,7 +83,7 @@ class DeploymentLine:
     path: Annotated[str, Meaning("path of its page; its routes are below it", example="/")]
     is_default: Annotated[bool, Meaning("whether paths without a name mean it")]
     verdict: Annotated[
-        str, Named("how it stands", names=("stopped", "blind", "degraded", "serving"))
+        str, Named("verdict on the deployment", names=("stopped", "blind", "degraded", "serving"))
     ]
     reason: Annotated[str, Meaning("reason of the verdict, in one sentence")]
     problems: list[str]
@@ -91,7 +91,9 @@ class DeploymentLine:
     step: int = 0
     generation: int | None = None
     num_ranks: int = 0
-    imbalance: Annotated[float | None, Meaning("of the latest window; null: no tokens")] = None
+    imbalance: Annotated[
+        float | None, Meaning("imbalance of the latest window; null: no tokens")
+    ] = None
     movement: Annotated[bool | None, Meaning("whether weights may move; null: not known")] = None
 
 

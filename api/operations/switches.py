@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REPORTS_WAIT_S = 3.0  # a command waits for reports: ranks send one every 0.25 s
 MOST_WAIT_S = 5.0  # the request holds a thread of the service
 LOOK_S = 0.05
-FOR = {"lasts": "for"}  # name of an option
+FOR = {"lasts": "for"}  # option of the argument: "for" is a keyword
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SwitchRequest(ReasonRequest):
     wait_s: Annotated[
         float,
         Meaning(
-            "time for which the answer waits for reports of ranks; 0: none",
+            "longest wait for reports of ranks before the answer; 0: no wait",
             at_least=0,
             at_most=MOST_WAIT_S,
         ),
@@ -54,14 +54,14 @@ class SwitchRequest(ReasonRequest):
 
 @dataclass(frozen=True)
 class PauseRequest(SwitchRequest):
-    """Stop all movement, for a time or until it is resumed."""
+    """Stop all movement, for a time or until a resume."""
 
     shown: ClassVar[dict[str, Any]] = {"examples": [{"reason": "change 4711", "expires_s": 7200}]}
 
     expires_s: Annotated[
         int | None,
         Meaning(
-            "time after which movement resumes by itself; null: after a resume alone",
+            "time after which movement resumes by itself; null: only a resume ends the pause",
             at_least=1,
             at_most=MOST_LASTS_S,
         ),
@@ -70,7 +70,7 @@ class PauseRequest(SwitchRequest):
 
 @dataclass(frozen=True)
 class ControlRequest(SwitchRequest):
-    """Change switches; those that are not given stay."""
+    """Change switches; switches that are left out stay as they are."""
 
     shown: ClassVar[dict[str, Any]] = {
         "anyOf": [{"required": ["movement"]}, {"required": ["observe"]}]
@@ -110,7 +110,7 @@ def pause(call: Call, body: PauseRequest) -> ControlAnswer:
 
 @operation(f"POST {V1}/resume", if_match="revision")
 def resume(call: Call, body: SwitchRequest) -> ControlAnswer:
-    """Let weights move again. Ends a pause."""
+    """End a pause. Weights move again."""
     return _switch(call, body, {"movement": True})
 
 
@@ -157,7 +157,7 @@ def _num_ranks(info: RunInfo | None) -> int:
 
 
 def _num_reported(store: StateStore, info: RunInfo, known: Any, wait_s: float) -> int:
-    """Wait for reports of all ranks that differ from the known ones; how many came in time."""
+    """Wait for new reports of all ranks; return the number of ranks that reported in time."""
     import time
     from threading import Event
 
@@ -181,7 +181,7 @@ SETTINGS = "api.http.live_settings:SettingsAnswer"
 
 @operation(f"GET {V1}/settings", answer=SETTINGS)
 def settings(call: Call) -> Any:
-    """Live settings. What applies, from which source and revision; the `ETag` is for `PATCH`."""
+    """Live settings. Each value, its source and its revision; the `ETag` is for `PATCH`."""
     from api.http.live_settings import settings_answer
 
     state = call.store.live()
@@ -210,12 +210,15 @@ def change_settings(call: Call, body: Any) -> Any:
 # -- commands
 
 Wait = Annotated[
-    float, Meaning("seconds for reports of ranks; 0: none", at_least=0, at_most=MOST_WAIT_S)
+    float,
+    Meaning("seconds to wait for reports of ranks; 0: no wait", at_least=0, at_most=MOST_WAIT_S),
 ]
 
 
 def show_switch(found: dict[str, Any]) -> int:
-    """Print a switch, and how many ranks reported after it; 1: none did."""
+    """Print a switch and the number of ranks that reported after it; 1: no rank did."""
+    from eplb.errors import counted
+
     now, was = ("on" if found[name] else "off" for name in ("movement", "was_moving"))
     end = "" if found["until"] is None else f" until {at(found['until'])}"
     change = f"{found['deployment']}: movement {now}{end} (was {was})"
@@ -223,7 +226,7 @@ def show_switch(found: dict[str, Any]) -> int:
     if reported is None:
         line(change)
         return 0
-    ranks = f"{reported} of {expected} ranks" if expected else f"{reported} ranks"
+    ranks = f"{reported} of {counted(expected, 'rank')}" if expected else counted(reported, "rank")
     line(f"{change}; {ranks} of run {found['run']} reported since")
     if reported:
         return 0

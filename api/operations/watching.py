@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from api.monitor.state import DecisionRecord
     from telemetry.state.events import Event
 
-KEPT_WINDOWS, KEPT_SCORES = 64, 4096  # so many the monitor keeps
+KEPT_WINDOWS, KEPT_SCORES = 64, 4096  # windows and scores that the monitor keeps
 LAST_ID = "Last-Event-ID"
 LAST_ID_FORM = {"type": "integer", "minimum": 0, "maximum": MAX_ID}
 
 
 @operation(f"GET {V1}/state", answer="api.monitor.state:State")
 def state(call: Call) -> Raw:
-    """Everything at a glance. The verdict and its reasons; ranks, controller, migration, decisions,
-    switches.
+    """State of the deployment. The verdict and its reasons; ranks, controller, migration,
+    decisions, switches.
     """
     return call.once_a_reading("state", lambda: call.service.reader.reading().state)
 
@@ -121,7 +121,7 @@ End = Meaning("seconds since the epoch, not included; null: now", at_least=0, at
 @operation(
     f"GET {V1}/load/matrix",
     answer="api.http.load_files:LoadMatrix",
-    problems=(ProblemType.NOT_ACCEPTABLE, ProblemType.OTHER_SHAPE, ProblemType.TOO_MUCH_LOAD),
+    problems=(ProblemType.OTHER_SHAPE, ProblemType.TOO_MUCH_LOAD),
     media_types={
         JSON: {},
         "application/x-npy": {"type": "string"},
@@ -139,20 +139,16 @@ def load_matrix(
     phase: Annotated[
         Literal["prefill", "decode", "mixed"] | None, Meaning("load of this phase; null: of each")
     ] = None,
-    format: Annotated[
-        Literal["json", "npy", "csv"] | None,
-        Meaning("null: by the header Accept, JSON where it names none"),
-    ] = None,
+    format: Annotated[Literal["json", "npy", "csv"], Meaning("of the answer")] = "json",
 ) -> Raw:
     """Load over a range of time as a matrix. By expert or by rank: windows of samples, and roll-ups
     of a minute or an hour before them. `windows` gives time, seconds, first and last step,
     generation and missing ranks of each row.
     """
-    from api.http.load_files import accepted, load_file
+    from api.http.load_files import load_file
 
-    form = format or accepted(call.request.headers.get("accept", "*/*"))
-    made = load_file(call.store, form, of, since=since, until=until, phase=phase)
-    call.headers |= {"Content-Length": str(made.num_bytes), "Vary": "Accept"}
+    made = load_file(call.store, format, of, since=since, until=until, phase=phase)
+    call.headers["Content-Length"] = str(made.num_bytes)
     return Raw(made.chunks(), made.media_type)
 
 
@@ -203,8 +199,10 @@ def drift(call: Call) -> LoadDrift:
 @operation(f"GET {V1}/history", answer="api.http.answers:ImbalanceHistory")
 def history(
     call: Call,
-    seconds: Annotated[int, Meaning("the latest seconds", at_least=60, at_most=86_400)] = 900,
-    points: Annotated[int, Meaning("about so many points", at_least=10, at_most=2000)] = 400,
+    seconds: Annotated[
+        int, Meaning("length of the range, which ends now", at_least=60, at_most=86_400)
+    ] = 900,
+    points: Annotated[int, Meaning("number of points, about", at_least=10, at_most=2000)] = 400,
 ) -> Raw:
     """Imbalance by wall-clock time, over all runs. The latest `seconds` in about `points` points;
     marks are restarts, rebalances, switches.
@@ -261,14 +259,15 @@ def events(
     after: After = 0,
     limit: Annotated[int, Meaning("most that are returned", at_least=1, at_most=10_000)] = 1000,
     latest: Annotated[
-        int | None, Meaning("the latest so many instead", at_least=1, at_most=1000)
+        int | None,
+        Meaning("number of latest events, in place of `after`", at_least=1, at_most=1000),
     ] = None,
     since: Annotated[float, Time] = 0.0,
     until: Annotated[float | None, End] = None,
     kind: Kind = None,
     rank: OfRank = None,
 ) -> Page[Event]:
-    """Events. Oldest first, past an id or the `latest` so many: `next` continues as `after`."""
+    """Events. Oldest first: past an id, or the `latest`; give `next` as `after` to continue."""
     kept = call.store.events_onwards(after) if latest is None else call.store.events_backwards()
     wanted = (
         one
@@ -299,12 +298,15 @@ def show_events(found: dict[str, Any]) -> None:
 @command("events", "eplb events --since 2h --kind error --rank 3", show=show_events)
 def ask_for_events(
     ask: Ask,
-    last: Annotated[int, Meaning("how many, the latest", at_least=1, at_most=1000)] = 20,
+    last: Annotated[int, Meaning("number of latest events", at_least=1, at_most=1000)] = 20,
     after: Annotated[
-        int | None, Meaning("those past this id instead, oldest first", at_least=0, at_most=MAX_ID)
+        int | None,
+        Meaning(
+            "events past this id, oldest first, in place of the latest", at_least=0, at_most=MAX_ID
+        ),
     ] = None,
     since: Annotated[str | None, Meaning(f"from this time on: {TIME_OR_AGE}")] = None,
-    until: Annotated[str | None, Meaning("before this time, or before this long ago")] = None,
+    until: Annotated[str | None, Meaning("before this time, or before this age")] = None,
     kind: Kind = None,
     rank: OfRank = None,
 ) -> Answer:
@@ -320,7 +322,7 @@ def ask_for_events(
     )
 
 
-# Of each event, as a reader of event streams parses it.
+# Fields of one event, as a reader of event streams parses them.
 EVENT_TEXTS = {
     "id": "41",
     "event": "message",

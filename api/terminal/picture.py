@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from textwrap import wrap
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from api.monitor.anomalies import Anomaly, Severity
-from api.monitor.state import Grade, Heat, RebalanceMark, State, WindowScore
+from api.monitor.state import (
+    ABSENT,
+    JOINING,
+    RETIRED,
+    Grade,
+    Heat,
+    RebalanceMark,
+    State,
+    WindowScore,
+)
 from api.terminal.printable import printable
 from eplb.errors import counted
 from telemetry.state.events import Event
@@ -64,20 +74,19 @@ class Look:
 def render(seen: Look, width: int = 100, height: int = 30) -> RenderableType:
     """Draw what was seen, at most ``width`` columns and ``height`` rows."""
     state = seen.state
-    verdict = Text.assemble(
-        (f" {state.verdict} ", GRADE_STYLE[state.verdict]), f" {state.reason}", no_wrap=True
-    )
-    head = [verdict, _header(state), _switches(state), *_anomalies(seen)]
+    head = [*_verdict(state, width), _header(state), _switches(state), *_operation(state)]
+    head += _anomalies(seen)
     if state.run is None:
-        waiting = Text("No run has begun: waiting for ranks to report.", style=QUIET)
-        return Group(*_printable(head), waiting)
+        waiting = "No run has begun: waiting for ranks to report."
+        below = [f"eplb top --deployment {name}" for name in state.groups] or [waiting]
+        return Group(*_printable([*head, *(Text(f" {one}", style=QUIET) for one in below)]))
     plot = _plot(seen, width)
     tail = [_migration(state, width), _pace(state), _bytes(state)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
     times = _times(state, width)
     used = len(head) + len(times) + len(plot) + len(tail) + 3
     num_decisions = min(4, max(1, height - used - state.num_layers - 2))
-    heat = _heatmap(seen.heat, state.layer_ids, width, height - used - num_decisions)
+    heat = _heatmap(seen.heat, state, width, height - used - num_decisions)
     blank = Text()
     parts = [*head, blank, *heat, *times, LEGEND.copy(), *plot, blank, *tail]
     for decision in reversed(state.decisions[-num_decisions:]):
@@ -94,6 +103,14 @@ def _printable(parts: list[Text]) -> list[Text]:
     for part in parts:
         part.plain = printable(part.plain)
     return parts
+
+
+def _verdict(state: State, width: int) -> list[Text]:
+    """The verdict and its reason, on two rows at most."""
+    grade = f" {state.verdict} "
+    first, *others = wrap(state.reason, max(20, width - len(grade) - 1)) or [""]
+    rows = [Text.assemble((grade, GRADE_STYLE[state.verdict]), f" {first}", no_wrap=True)]
+    return rows + [Text(f" {' '.join(others)}", no_wrap=True)] * bool(others)
 
 
 def _header(state: State) -> Text:
@@ -122,12 +139,23 @@ def _switches(state: State) -> Text:
         ("on", GOOD) if state.movement else ("OFF", BAD),
         "  observe ",
         ("ON", BAD) if state.observe else ("off", QUIET),
-        f"  ranks {num_alive} of {len(state.members)}",
+        f"  ranks {num_alive} of {sum(one.phase not in (RETIRED, JOINING) for one in state.ranks)}",
         f"  samples {state.samples_stored:,} stored, {state.samples_lost} lost",
     )
     if state.silent_ranks:
         line.append(f"  silent: {', '.join(map(str, state.silent_ranks))}", BAD)
     return line
+
+
+def _operation(state: State) -> Iterator[Text]:
+    """The open operation on the ranks, and what it waits for."""
+    ranks = state.membership
+    if ranks is None or ranks.operation is None or ranks.operation.ended:
+        return
+    line = Text.assemble(" operation ", (ranks.operation.id, "bold"), "  ", (ranks.phase, ACCENT))
+    if ranks.left_s is not None:
+        line.append(f"  fails in {in_time(ranks.left_s)}")
+    yield line.append(f"  {ranks.waits}")
 
 
 def _anomalies(seen: Look) -> Iterator[Text]:
@@ -154,7 +182,7 @@ def in_time(seconds: float) -> str:
     return f"{value:.0f} d"
 
 
-def _heatmap(heat: Heat, layer_ids: Sequence[int], width: int, num_rows: int) -> list[Text]:
+def _heatmap(heat: Heat, state: State, width: int, num_rows: int) -> list[Text]:
     """Rows of layers, one cell for each rank; only the first layers where not all fit."""
     num_layers, num_ranks = len(heat.ranks), max((len(row or ()) for row in heat.ranks), default=0)
     if not num_ranks:
@@ -164,12 +192,15 @@ def _heatmap(heat: Heat, layer_ids: Sequence[int], width: int, num_rows: int) ->
     ranks = "".join(name.format(rank)[-cell:].center(cell) for rank in range(num_ranks))
     lines = [Text(f" {'layer':>6} {ranks}", style=QUIET, no_wrap=True)]
     shown = num_layers if num_layers < num_rows else max(1, num_rows - 2)
-    for layer, row in zip(layer_ids, heat.ranks[:shown], strict=False):
+    absent = [view.phase in ABSENT for view in state.ranks]
+    for layer, row in zip(state.layer_ids, heat.ranks[:shown], strict=False):
         line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
-        for ratio in row or (None,) * num_ranks:
-            shown_ratio = "-" if ratio is None else f"{ratio:.2f}"
-            label = shown_ratio.center(cell) if cell >= 5 else " " * cell
-            line.append(label, QUIET if ratio is None else f"rgb(240,240,240) on {_colour(ratio)}")
+        for number, ratio in enumerate(row or (None,) * num_ranks):
+            if ratio is None or absent[number]:
+                line.append("-".center(cell) if cell >= 5 else " " * cell, QUIET)
+            else:
+                label = f"{ratio:.2f}".center(cell) if cell >= 5 else " " * cell
+                line.append(label, f"rgb(240,240,240) on {_colour(ratio)}")
         lines.append(line)
     if shown < num_layers:
         lines.append(Text(f"        and {counted(num_layers - shown, 'more layer')}", style=QUIET))
@@ -280,14 +311,14 @@ def _migration(state: State, width: int) -> Text:
 
 
 def _pace(state: State) -> Text:
-    pace = state.pace
-    style = "bold" if pace.part == 1 else f"bold {ACCENT}"
-    return Text.assemble(" pace  ", (f"{pace.part:g}", style), f" of its own; {pace.reason}")
+    return Text.assemble(" pace  ", (state.pace.text, "" if state.pace.part == 1 else ACCENT))
 
 
 def _bytes(state: State) -> Text:
     line = Text(f" moved {counted(state.experts_moved, 'expert')}  ")
     for source, count in state.bytes_by_source.items():
+        if not count:
+            continue
         line.append(f"{source.replace('_', ' ')} ", QUIET).append(f"{in_units(count)}  ")
     return line
 

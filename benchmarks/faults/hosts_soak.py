@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults.hosts_soak [--minutes 30] [--ranks 8] [--seed 1] [--json FILE]
 
-Two network namespaces (``two_host_deployment``; needs root). The gate is open, a plan takes one
+Two network namespaces (``deployments``; needs root). The gate is open, a plan takes one
 window, and host caches keep eight records, so that experts come from ranks and caches of the other
 host too. Compared are sampled outputs of all ranks, samples that ranks cut with those that the
 store took, what served in each step on all ranks, and memory, open files and files on disk of the
@@ -25,10 +25,10 @@ from statistics import median
 from threading import Event
 from typing import Any
 
+from benchmarks.faults.deployments import Hosts, TwoHostDeployment
 from benchmarks.faults.injected import generation_of
 from benchmarks.faults.observing import GRACE_S, gaps
 from benchmarks.faults.paced_engine import STEP_VARIABLE, different_maps, served_in
-from benchmarks.faults.two_host_deployment import Hosts, TwoHostDeployment
 from benchmarks.result_table import Row, keep, show
 from telemetry.state.redis_address import parse_address
 from telemetry.state.redis_link import RedisLink

@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.faults.deployments import RESTART_S, TwoHostDeployment
 from benchmarks.faults.observing import GRACE_S
-from benchmarks.faults.two_host_deployment import RESTART_S, TwoHostDeployment
 from telemetry.state.store import StateStore
 
 STOPPED_S, CUT_S, SHORT_S = 60.0, 90.0, 0.7  # the last: no outage yet

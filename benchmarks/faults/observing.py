@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.faults.two_host_deployment import TwoHostDeployment
+from benchmarks.faults.deployments import TwoHostDeployment
 from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 
 POLL_S = 0.2

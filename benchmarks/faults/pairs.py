@@ -3,7 +3,7 @@
     python -m benchmarks.faults.pairs --log pairs.jsonl [--faults rank-killed,link-cut]
         [--parts singles,moves,deaths,caches,pairs] [--pairs 24] [--seed 1]
 
-Each case is a deployment of its own (``two_host_deployment``), and a line of the log, which is on
+Each case is a deployment of its own (``deployments``), and a line of the log, which is on
 disk before the next begins: a case that is in the log is not run again. Needs root. ``deaths`` and
 ``caches`` are each fault followed by a rank's death or a cache's; ``pairs`` are further ordered
 pairs, drawn by the seed, as are the rank, the host and the time between the two faults. A second
@@ -34,6 +34,7 @@ from statistics import median
 from threading import Event
 from typing import Any
 
+from benchmarks.faults.deployments import RANKS, Hosts, TwoHostDeployment
 from benchmarks.faults.injected import (
     CLOCKS,
     EVERY,
@@ -49,7 +50,6 @@ from benchmarks.faults.injected import (
     orphaned_memory,
 )
 from benchmarks.faults.observing import GRACE_S, Observer, gaps
-from benchmarks.faults.two_host_deployment import RANKS, Hosts, TwoHostDeployment
 
 POLL_S = 0.1
 STEADY_S = 5.0

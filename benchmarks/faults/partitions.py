@@ -3,7 +3,7 @@
     python -m benchmarks.faults.partitions --log FILE [--seconds 5,60] [--times 2] [--seed 1]
         [--causes "link down,host gone"] [--serve-on off,on]
 
-Two network namespaces with two ranks each (``two_host_deployment``; needs root); the store is on
+Two network namespaces with two ranks each (``deployments``; needs root); the store is on
 the first host, and rebalances come at every chance. ``host gone``: the cable is cut and all
 processes of the second host are killed; its commands start again when the cable is back. Each case
 is a deployment of its own and a line of the log; a case that is in the log is not run again.
@@ -30,12 +30,11 @@ from statistics import median
 from threading import Event
 from typing import Any
 
+from benchmarks.faults.deployments import Hosts, TwoHostDeployment
 from benchmarks.faults.hosts_soak import GIVEN
 from benchmarks.faults.observing import GRACE_S, gaps
 from benchmarks.faults.paced_engine import different_maps, served_in
 from benchmarks.faults.pairs import note, read
-from benchmarks.faults.restart import until_steady
-from benchmarks.faults.two_host_deployment import Hosts, TwoHostDeployment
 from tests.support.two_hosts import CUTS
 
 HOST_GONE = "host gone"
@@ -95,7 +94,7 @@ def settled(deployment: TwoHostDeployment, healed: float) -> bool:
 
 def run(deployment: TwoHostDeployment, cause: str, cut_s: float, rng: random.Random) -> Any:
     """Suffer one case; returns its line."""
-    until_steady(deployment)
+    deployment.until_steady()
     Event().wait(rng.uniform(0.0, CUT_WITHIN_S))
     load, begun, date = os.getloadavg()[0], time.monotonic(), time.time()
     mend = cut(deployment, cause)

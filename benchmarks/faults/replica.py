@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults.replica [--times 5] [--lags 0,1,5] [--seed 1] [--json FILE]
 
-Two network namespaces with two ranks each (``two_host_deployment``; needs root). Redis and its
+Two network namespaces with two ranks each (``deployments``; needs root). Redis and its
 replica are on different hosts; the store's URL has a third address, which moves to the replica's
 host when that takes over, TAKE_OVER_S after the kill. With a lag the replica stops following so
 long before the kill: what it then lacks was acknowledged and is lost. ``safe``: the same with
@@ -28,13 +28,12 @@ from statistics import median
 from threading import Event
 from typing import Any
 
+from benchmarks.faults.deployments import ANY_ADDRESS, Hosts, TwoHostDeployment
 from benchmarks.faults.hosts_soak import GIVEN, samples
 from benchmarks.faults.injected import generation_of
 from benchmarks.faults.observing import gaps
 from benchmarks.faults.paced_engine import different_maps, served_in
 from benchmarks.faults.partitions import wait
-from benchmarks.faults.restart import until_steady
-from benchmarks.faults.two_host_deployment import ANY_ADDRESS, Hosts, TwoHostDeployment
 from telemetry import open_store
 from telemetry.state.redis_address import parse_address
 from telemetry.state.redis_link import RedisLink
@@ -85,7 +84,7 @@ def run(stack: ExitStack, hosts: Hosts, lag_s: float, is_safe: bool, seed: int) 
         raise TimeoutError(f"the replica was not in step within {LINKED_S:g} s")
     if is_safe:
         ask(of_primary, "CONFIG SET", "min-replicas-to-write", "1")
-    until_steady(deployment)
+    deployment.until_steady()
     Event().wait(random.Random(f"{seed} {lag_s}").uniform(0.0, 2.0))
     load = os.getloadavg()[0]
     if lag_s:

@@ -3,9 +3,13 @@
     python -m benchmarks.expert_curve --out FOLDER --only deepseek-v3-fp8
     torchrun --nproc-per-node 2 -m benchmarks.serve_ranks --file R.npz --out LAYERS.npz ...
     python -m benchmarks.fidelity.own_layers --curve FOLDER/FILE --layers LAYERS.npz [--card h100]
+        [--few FEW.npz]
 
 The kernel's constants are of even rows of experts alone, and those of the links are the
-simulator's own: no measured layer has a part in what is predicted, so each row judges.
+simulator's own: no measured layer has a part in what is predicted, so each row judges. An eager
+prefill also has a fixed time, in which the host launches and waits for counts. ``--few`` measures
+it by layers of few tokens: what their median takes above the prediction is the simulator's
+``other_us``. No layer of that file is judged.
 
     window    from the mean rows of slots over all batches, as the simulator reads load windows
     batch     from the rows of each batch: what remains is the error of kernel and links
@@ -66,6 +70,19 @@ def of_batches(step: StepModel, rows: Rows) -> float:
 WAYS: dict[str, Callable[[StepModel, Rows], float]] = {"window": of_window, "batch": of_batches}
 
 
+Layer = tuple[list[str], Rows, StepModel]  # the words of its name, rows, and its model
+
+
+def layers_of(path: Path, curve: Path, card: str, ranks: int) -> list[Layer]:
+    """The measured layers of a file."""
+    found, layers = np.load(path), list[Layer]()
+    for name in found.files:
+        words, rows = name.split(), found[name].astype(np.float64)
+        step = simulator(curve, card, ranks, rows, is_prefill=words[0] == "prefill")
+        layers.append((words, rows, step))
+    return layers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -74,15 +91,22 @@ def main() -> None:
     parser.add_argument("--layers", type=Path, nargs="+", required=True)
     parser.add_argument("--card", default="h100")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--few", type=Path, help="layers of few tokens, for the fixed time")
     asked = parser.parse_args()
+    of_machine = asked.curve, asked.card, asked.ranks
+    other_us = 0.0
+    if asked.few:
+        above = [
+            float(words[-1]) - of_batches(step, rows)
+            for words, rows, step in layers_of(asked.few, *of_machine)
+        ]
+        other_us = float(np.median(above))
+        print(f"fixed time of a layer {other_us:.0f} us, {min(above):.0f} to {max(above):.0f}")
     for file in asked.layers:
-        found, ratios = np.load(file), list[list[float]]()
-        for name in found.files:
-            mode, tokens, trace, arm, us = name.split()
-            rows = found[name].astype(np.float64)
-            is_prefill = mode == "prefill"
-            step = simulator(asked.curve, asked.card, asked.ranks, rows, is_prefill=is_prefill)
-            guesses = [way(step, rows) for way in WAYS.values()]
+        ratios = list[list[float]]()
+        for (mode, tokens, trace, arm, us), rows, step in layers_of(file, *of_machine):
+            whole = replace(step, other_us=other_us)
+            guesses = [way(whole, rows) for way in WAYS.values()]
             ratios.append([guess / float(us) for guess in guesses])
             shown = "".join(
                 f"{guess:10.1f}{ratio:6.2f}"

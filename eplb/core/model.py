@@ -129,14 +129,19 @@ def position_in(layer_ids: tuple[int, ...], layer_id: int) -> int:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Write ascending runs of numbers as their ends: ``3..60, 62``."""
+    """Write ascending runs of three numbers or more as their ends: ``3..60, 62, 63``."""
     runs = list[list[int]]()
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    return ", ".join("..".join(map(str, run)) for run in runs)
+    return ", ".join((", " if run[-1] - run[0] == 1 else "..").join(map(str, run)) for run in runs)
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks with their noun, in the singular or plural: ``rank 3``, ``ranks 0..2, 5``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks) or 'none'}"
 
 
 def _preset(

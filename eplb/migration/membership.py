@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.model import spans
+from eplb.core.model import named_ranks, spans
 from eplb.core.placement import EMPTY, Placement, slots_in_use
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
@@ -160,6 +160,14 @@ def leavers(wanted: Collection[int] | None, topology: Topology) -> tuple[int, ..
     return tuple(sorted(set(np.flatnonzero(topology.alive).tolist()) - set(wanted)))
 
 
+def unwanted(
+    wanted: Collection[int], members: Collection[int], following: Collection[int]
+) -> tuple[int, ...]:
+    """Ranks that join, or leave, between two groups although they should not."""
+    joins, leaves = {*following} - {*members}, {*members} - {*following}
+    return tuple(sorted((joins - {*wanted}) | (leaves & {*wanted})))
+
+
 def phase_of(
     wanted: Collection[int],
     placement: Placement | None,
@@ -183,11 +191,11 @@ def phase_of(
     absent = [rank for rank in joiners if rank not in ready]
     if full:
         left = int(held[full].sum())
-        return "draining", f"{left} slots of all layers hold experts on ranks {spans(full)}"
+        return "draining", f"{left} slots of all layers hold experts on {named_ranks(full)}"
     if absent:
-        return "waiting", f"not ready to be admitted: ranks {spans(absent)}"
+        return "waiting", f"not ready to be admitted: {named_ranks(absent)}"
     if joiners:
-        return "joining", f"ready to be admitted: ranks {spans(joiners)}"
+        return "joining", f"ready to be admitted: {named_ranks(joiners)}"
     if leaving:
-        return "leaving", f"without experts, they leave the group next: ranks {spans(leaving)}"
+        return "leaving", f"without experts, they leave the group next: {named_ranks(leaving)}"
     return "settled", ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from eplb.core.load import Phase
-from eplb.declared import Setting, check_fields
+from eplb.declared import Setting, check_fields, documented
 from eplb.errors import ConfigError
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.link.link_settings import RankLinkSettings
@@ -20,17 +20,22 @@ from telemetry.load.reporter import AT_ONCE, Tempo
 from telemetry.load.spool import Spool
 
 
+@documented
 @dataclass(frozen=True)
 class NetworkConfig:
-    """How the processes of ranks reach each other."""
+    """How the processes of ranks reach each other.
+
+    Args:
+        hosts: address of each rank's machine by which the other ranks reach it, by rank. (): that
+            of the rank's link where ranks have links, else the one from which the rendezvous is
+            reached.
+    """
 
     # For example "eth0"; GLOO_SOCKET_IFNAME of the environment has precedence.
     interface: Annotated[
         str | None,
         Setting("network interface of gloo and NCCL; none: the one with the host's address"),
     ] = None
-    # Address of each rank's machine by which the other ranks reach it, by rank. (): that of the
-    # rank's link where ranks have links, else the one from which the rendezvous is reached.
     hosts: tuple[str, ...] = ()
     join_deadline_s: Annotated[
         float,
@@ -48,6 +53,7 @@ class NetworkConfig:
         check_fields(self)
 
 
+@documented
 @dataclass(frozen=True)
 class ReportingConfig:
     """How a rank reports load to the store."""
@@ -73,17 +79,29 @@ class ReportingConfig:
         return Spool(self.spool_dir / f"rank-{rank:04d}", max_bytes=self.spool_mb * 1_000_000)
 
 
+@documented
 @dataclass(frozen=True)
 class RankConfig:
     """How ranks balance; alike on every rank.
+
+    Args:
+        deployment: name of the deployment.
+        sample_steps: steps of a sample; a divisor of the window.
+        staging_experts: entries of the staging ring; the pace of migrations must fit in it.
+        load_phase: of forward passes whose phase the engine does not name.
+        stage: how much staging may take; None: the device's, see ``stage_on``.
+        network: how the processes of ranks reach each other.
+        rank_links: None: ranks of other hosts are not asked.
+        reporting: how a rank reports load to the store.
+        journal_dir: None: no journal is kept.
 
     Raises:
         ConfigError: a value is out of its range.
     """
 
     deployment: str
-    sample_steps: int  # steps per sample; a divisor of the window
-    staging_experts: int  # entries of the staging ring; the pace of migrations must fit in it
+    sample_steps: int
+    staging_experts: int
     vote_every: Annotated[
         int, Setting("steps from one vote to the next", unit="steps", at_least=2)
     ] = 2
@@ -113,12 +131,12 @@ class RankConfig:
     scrub_every_steps: Annotated[
         int, Setting("idle steps from one digest check of a live slot to the next; 0: no check")
     ] = 64
-    load_phase: Phase = "mixed"  # of forward passes whose phase the engine does not name
-    stage: StageSettings | None = None  # None: the device's, see ``stage_on``
+    load_phase: Phase = "mixed"
+    stage: StageSettings | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    rank_links: RankLinkSettings | None = None  # None: ranks of other hosts are not asked
+    rank_links: RankLinkSettings | None = None
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
-    journal_dir: Path | None = None  # None: no journal is kept
+    journal_dir: Path | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

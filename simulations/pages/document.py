@@ -30,7 +30,7 @@ body { font-family: system-ui, sans-serif; margin: 0 auto; padding: 1.5rem; max-
   color: var(--text); background: var(--back); line-height: 1.45; }
 h1 { font-size: 1.4rem; margin: 0 0 0.2rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 0 0 0.2rem; }
-p, li { max-width: 60rem; }
+p, li { max-width: 60rem; overflow-wrap: anywhere; }
 p { margin: 0.2rem 0 0.8rem; color: var(--soft); }
 ul.found { padding-left: 1.2rem; font-size: 1.05rem; }
 section { min-width: 0; }

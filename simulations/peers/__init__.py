@@ -59,7 +59,7 @@ PEERS: dict[str, Policy] = {
     "flashlb_when_due": FlashlbWhenDue(),
     "greedy_on_average": greedy_on_average,
     "greedy_on_last": greedy_on_last,
-    "greedy_on_sum": greedy_policy,  # on all windows of the history added up
+    "greedy_on_sum": greedy_policy,  # greedy on the sum of all windows
     "swift_balancer": swift_balancer,
 }
 

@@ -60,6 +60,7 @@ class ReadOptions:
     num_layers: int | None = None  # of raw routing, whose bytes have no shape
     top_k: int | None = None  # as num_layers
     deployment: str = "demo"  # of our own store
+    model: str = ""  # name of the model whose layers are stated; "": the user states them
 
     def __post_init__(self) -> None:
         if self.layer_ids is not None and self.first_moe_layer is not None:
@@ -132,6 +133,7 @@ def resolve(
         if len(stated) != len(layers.ids):
             raise ConfigError(
                 f"the file has {len(layers.ids)} layers, expected {len(stated)}: {_shown(stated)}"
+                f"{_of_model(options)}"
             )
         return rows, Layers(stated, "model"), ()
     if stated is not None:
@@ -140,7 +142,7 @@ def resolve(
         if missing:
             raise ConfigError(
                 f"layers {_shown(missing)} are not in the file, expected some of "
-                f"{_shown(layers.ids)}"
+                f"{_shown(layers.ids)}{_of_model(options)}"
             )
         dropped = sorted(set(layers.ids) - set(stated))
         notes = (f"layers {_shown(dropped)} are dropped as stated",) if dropped else ()
@@ -156,6 +158,16 @@ def resolve(
         found = tuple(layers.ids[row] for row in kept)
         return kept, Layers(found, "model", layers.num_hidden), notes
     return rows, layers, ()
+
+
+def _of_model(options: ReadOptions) -> str:
+    """The end of a refusal of layers that ``--model`` states."""
+    if not options.model or options.layer_ids is None:
+        return ""
+    return (
+        f"; --model {options.model} has MoE layers {_shown(options.layer_ids)}: the file is of "
+        "another model, or --layer-ids states its layers"
+    )
 
 
 def _stated(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:

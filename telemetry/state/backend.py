@@ -171,7 +171,7 @@ class Change(Reader):
 class Backend(Reader):
     """One deployment's tables, journal and log in a store."""
 
-    kind: ClassVar[str]  # for people and metrics: memory, sqlite, redis
+    kind: ClassVar[str]  # name in messages and metrics: memory, sqlite, redis
     deployment: str
 
     @abstractmethod

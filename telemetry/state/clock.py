@@ -13,7 +13,7 @@ import time
 from eplb.clock import Clock
 from telemetry.state.store import StateStore
 
-MEASURED_EVERY_S = 5.0  # and after a jump of the store's clock it is followed within that time
+MEASURED_EVERY_S = 5.0  # a jump of the store's clock is followed within that time
 LONGEST_LOOK_S = 0.5  # an answer that took longer counts only where there is none yet
 
 

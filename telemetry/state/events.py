@@ -37,15 +37,15 @@ COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has 
 WAITING = "waiting"  # kind: ranks cannot start yet
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
 FAULT = "fault"  # kind: injected for a trial
-RESTART = "restart"  # kind: they cannot, and all ranks start again
+RESTART = "restart"  # kind: survivors cannot serve on, and all ranks start again
 REGROUPED = "regrouped"  # kind: ranks joined or left as planned
 # Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
-OUTAGES = Table("outages", is_ordered=True)  # by their ends
+OUTAGES = Table("outages", is_ordered=True)  # outages by the time of their end
 KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in
 RANKS_IN_WORDS = re.compile(r"\branks?:? (\d[\d,\- and]*)")  # "rank 3", "ranks: 0-7, 12"
-AUDIT_LINES = Table("audit_lines", is_ordered=True)  # by number
+AUDIT_LINES = Table("audit_lines", is_ordered=True)  # number -> line
 
 T = TypeVar("T")
 

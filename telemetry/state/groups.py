@@ -25,7 +25,7 @@ class Joiner:
     rank: int
     host: str  # address
     process: str  # tells two processes with one rank number apart
-    time: float = 0.0  # of the offer, by the store's clock
+    time: float = 0.0  # when the offer was made, by the store's clock
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class GroupProposal:
     """Ranks that are to form the group after one that serves."""
 
     base: int  # membership number of the group that serves
-    run: str  # in which that one serves
+    run: str  # run of the group that serves
     members: tuple[int, ...]
-    joiners: dict[str, str]  # those that are no members yet, by number -> process
+    joiners: dict[str, str]  # number of each rank that joins -> its process
     reason: str
     tries: int = 1  # to form a group of these members, in a row, this one included
     id: int = 0  # greater than any before; the store gives it
-    time: float = 0.0  # by the store's clock
+    time: float = 0.0  # when it was proposed, by the store's clock
 
     @property
     def membership(self) -> int:

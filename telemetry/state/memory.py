@@ -57,11 +57,11 @@ class MemoryBackend(Backend):
         """Lose all contents but the numbers by which readers go on, as an emptied server does."""
         with self._changed:
             self._tables: dict[str, dict[str, Value]] = {}
-            self._orders: dict[str, list[tuple[float, str]]] = {}  # of ordered tables, sorted
+            self._orders: dict[str, list[tuple[float, str]]] = {}  # (order, key) of ordered tables
             self._events.clear()
-            self._log: dict[int, Entry] = {}  # by cursor
+            self._log: dict[int, Entry] = {}  # cursor -> entry
             self._seen: set[tuple[str, int, int]] = set()
-            self._pruned: Counter[tuple[str, int]] = Counter()  # by stream and source
+            self._pruned: Counter[tuple[str, int]] = Counter()  # (stream, source) -> entries
             self._last_cursor = 0
 
     def get(self, table: Table, key: object) -> Value | None:

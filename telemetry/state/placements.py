@@ -31,7 +31,7 @@ from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
-from telemetry.state.membership import MembershipChange, put_change
+from telemetry.state.membership import MembershipChange, check_wanted, put_change
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
@@ -45,17 +45,17 @@ from telemetry.state.part import (
     open_plan_in,
 )
 from telemetry.state.proposals import Approval, approve
-from telemetry.state.runs import RunInfo, add_run, begin, current_run_in
+from telemetry.state.runs import RunInfo, add_run, alive_in, begin, current_run_in
 
-KEPT_PLACEMENTS = 1000  # at least; the oldest are removed
+KEPT_PLACEMENTS = 1000  # latest placements that are never removed
 _PRUNED_EVERY = 100  # generations
 PLAN_ID_GAP = 1000  # after a loss: others may know of a few more ids than the one that restores
-_MAX_READS = 8  # of a migration that changes whenever it is read
+_MAX_READS = 8  # attempts to read a migration that changes meanwhile
 
-PLACEMENTS = Table("placements", is_ordered=True)  # by generation
-MIGRATION = Table("migration")  # the open one, by its plan id
-SURVIVOR_REPORTS = Table("survivor_reports")  # of a run and membership: rank -> report
-MEETINGS = Table("meetings")  # of a membership: key of torch's rendezvous -> value
+PLACEMENTS = Table("placements", is_ordered=True)  # generation -> placement
+MIGRATION = Table("migration")  # plan id -> the open migration
+SURVIVOR_REPORTS = Table("survivor_reports")  # rank -> report, for each run and membership
+MEETINGS = Table("meetings")  # key of torch's rendezvous -> value, for each membership
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PlacementPart(Part):
     def __init__(self) -> None:
         self._unpacking = Lock()
         self._last_committed: CommittedPlacement | None = None
-        self._last_published: tuple[str, Migration] | None = None  # by its name
+        self._last_published: tuple[str, Migration] | None = None  # name and content
 
     def committed(self) -> CommittedPlacement | None:
         """Return the placement that serves, or None before the first."""
@@ -136,7 +136,8 @@ class PlacementPart(Part):
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
-                of a death have agreed since: a dead rank's last write is late.
+                of a death have agreed since: a dead rank's last write is late; or ``next_group`` is
+                not wanted any more.
         """
         generation = placement.generation
 
@@ -148,6 +149,7 @@ class PlacementPart(Part):
             _check_membership(generation, membership, epoch_in(change))
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
+                check_wanted(change, alive_in(change), next_group.survivors)
                 change.put(HEAD, RECOVERY, encode(next_group))
                 change.put(HEAD, PROPOSED, "")  # it serves
             open_plan = open_plan_in(change)

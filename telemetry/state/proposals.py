@@ -26,11 +26,11 @@ from telemetry.state.part import Part, committed_in
 
 ProposalState = Literal["open", "approved", "rejected", "expired"]
 
-KEPT_PROPOSALS = 50  # the oldest are forgotten, of those that ended first
-LASTS_S = 900.0  # unless it is asked for otherwise: the load that it was made on grows old
+KEPT_PROPOSALS = 50  # the oldest are removed, those that ended first
+LASTS_S = 900.0  # default time to approve: the load behind the plan grows old
 
-PROPOSALS = Table("proposals")  # by id
-CONTENTS = Table("proposal_contents")  # by the same id
+PROPOSALS = Table("proposals")  # id -> proposal
+CONTENTS = Table("proposal_contents")  # id of the proposal -> its target and explanation
 
 
 class ProposalEnded(EplbError):

@@ -59,7 +59,7 @@ OLDEST_SERVER = (6, 2)
 _AT_ONCE = 500  # records of a script, which blocks all other clients: some milliseconds
 _LOOK_S = 0.25  # poll interval while notifications arrive: also the time to detect a closed store
 _DEAF_LOOK_S = 0.05  # poll interval without notifications
-_DEAF_S = 5.0  # for so long after a failure
+_DEAF_S = 5.0  # time without notifications after a failure of their connection
 
 # What acknowledged changes survive:
 #   always    kill -9 and power loss: written and synced before the answer

@@ -40,11 +40,11 @@ class Limits:
     """Timeouts, circuit breaker and limits of a store."""
 
     connect_timeout_s: float = 1.0
-    timeout_s: float = 1.0  # without a byte from the server
-    deadline_s: float = 3.0  # for one change or query: no attempt starts later
+    timeout_s: float = 1.0  # longest wait for a byte from the server
+    deadline_s: float = 3.0  # limit of one change or query: no attempt starts later
     breaker_failures: int = 5  # failed attempts in a row, after which calls fail at once
-    cool_down_s: float = 1.0  # for so long, before one call may try again
-    max_samples: int = 500_000  # of one run; the oldest are forgotten for new ones
+    cool_down_s: float = 1.0  # time until one call may try again
+    max_samples: int = 500_000  # samples kept of one run; the oldest are removed
 
 
 _LIMITS: dict[str, type[int] | type[float]] = {
@@ -63,7 +63,7 @@ class RedisAddress:
     username: str = ""
     password: str = field(default="", repr=False)
     tls: Tls | None = None
-    prefix: str = "eplb"  # of every key; tells installations on one server apart
+    prefix: str = "eplb"  # start of every key; separates installations on one server
     limits: Limits = Limits()
 
     def __str__(self) -> str:

@@ -404,7 +404,7 @@ class Breaker:
     def __init__(self, failures: int, cool_down_s: float, *, clock: Clock = time.monotonic) -> None:
         self._most, self._cool_down_s, self._clock = failures, cool_down_s, clock
         self._lock = Lock()
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._open_until: float | None = None
         self._is_probing = False
 

@@ -41,7 +41,7 @@ return {redis.call('TIME'), start, redis.call('HGETALL', KEYS[1])}
 """)
 
 # Writes that belong together, made only if nothing was decided since the caller looked.
-# KEYS: state, events, receipt, then those that the writes name.
+# KEYS: state, events, receipt, then the keys that the writes name.
 # ARGV: 1 the revision that the caller saw, '' if its writes rest on nothing; 2 id of this change;
 #   3 time of its events, '' for the server's; 4 whether readers wait for it; 5 their channel;
 #   6 number of events, then kind and detail of each; then the writes, each as its command, the

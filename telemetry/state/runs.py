@@ -16,18 +16,18 @@ from telemetry.state.membership import change_in, note_run
 from telemetry.state.part import RECOVERY, STARTED, Part, epoch_in
 
 Details = Mapping[str, Any]  # JSON-ready values
-STEP_TIMES = "step_times"  # of a rank's details: eplb.decision.pace.StepTimes
-STEP_MS = "step_ms"  # of a rank's details: median time of its latest steps
+STEP_TIMES = "step_times"  # rank detail: eplb.decision.pace.StepTimes
+STEP_MS = "step_ms"  # rank detail: median time of its latest steps
 WAIT_MS = "wait_ms"  # the same: of that, the host's wait for exchanges with other ranks
 EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTimes
-GROUP_STAYS = "group_stays"  # of a rank's details: why its group cannot change; "": it can
-CLOCK_OFFSET_S = "clock_offset_s"  # of a rank's details: how far its host's clock is ahead
-REPORT_EVERY_S = "report_every_s"  # of a rank's details: its longest time between two reports
+GROUP_STAYS = "group_stays"  # rank detail: why its group cannot change; "": it can
+CLOCK_OFFSET_S = "clock_offset_s"  # rank detail: time by which its host's clock is ahead
+REPORT_EVERY_S = "report_every_s"  # rank detail: longest time between two reports
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
-KEPT_ANNOUNCEMENTS = 256  # of a component: hosts, and controllers that were started again
+KEPT_ANNOUNCEMENTS = 256  # announcements kept of each component, one a host or start
 
-RUNS = Table("runs", is_ordered=True)  # in the order of their starts
-RANK_STATES = Table("ranks")  # of a run: rank -> its last report
+RUNS = Table("runs", is_ordered=True)  # run -> its start, in the order of starts
+RANK_STATES = Table("ranks")  # rank -> its last report, for each run
 ANNOUNCED = Table("announced")  # component and name -> version
 GROUPS = Table("groups")  # deployment of an EP group -> the engine that has it, "" for the only one
 
@@ -53,18 +53,20 @@ class RankState:
     time: float  # seconds since the epoch, by the store's clock
     step: int
     generation: int
-    phase: str  # of the phase machine: idle, preload, stage, swap, aborted
+    phase: str  # phase of the migration: idle, preload, stage, swap, aborted
     plan_id: int  # 0 when it works on no migration
     applied: int  # transactions of that migration that serve on this rank
     sequence: int  # samples written so far
-    weights_version: int  # of the weights that serve
+    weights_version: int  # version of the weights that serve
     prepared: int = 0  # transactions of that migration that are staged and verified
     frozen: str = ""  # why migrations are disabled on this rank; "": they are not
     digest_failures: int = 0  # records and live slots with wrong bytes
     mover_failures: int = 0
     progress_age_s: float = 0.0  # since the last progress of the thread with the least
     progress_of: str = ""  # that thread, and its work
-    detail: Details = field(default_factory=dict)  # for display: bytes_by_source, swap pauses, ...
+    detail: Details = field(
+        default_factory=dict
+    )  # shown to people: bytes_by_source, swap pauses, ...
 
     @property
     def report_every_s(self) -> float:
@@ -191,7 +193,7 @@ class RunsPart(Part):
 
         def decision(change: Change) -> Announcement | None:
             before = add_announcement(change, mine)
-            if before is None:  # who joins may wait for it; a heartbeat wakes nobody
+            if before is None:  # a process that joins may wait for it; a heartbeat wakes none
                 change.wake()
             return before
 
@@ -225,10 +227,15 @@ def current_run_in(change: Change) -> str | None:
     return _run_of(latest[0][1]).run if latest else None
 
 
+def alive_in(change: Change) -> list[bool]:
+    """Return which ranks serve in the latest start; empty: there was none."""
+    latest = change.scan(RUNS, NEWEST)
+    return list(_run_of(latest[0][1]).topology["alive"]) if latest else []
+
+
 def begin(change: Change, info: RunInfo) -> None:
     """Record a start with its event, and what it means for a membership operation."""
-    if change_in(change) is not None and (latest := change.scan(RUNS, NEWEST)):
-        before = _run_of(latest[0][1]).topology["alive"]
+    if change_in(change) is not None and (before := alive_in(change)):
         note_run(change, info.topology["alive"], len(before))
     add_run(change, _stored(info))
     change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))
@@ -265,7 +272,7 @@ def _key_of(announced: Announcement) -> str:
 
 
 def _announcements(texts: list[str | bytes]) -> list[Announcement]:
-    # Of any version: who joins reads what others are, to refuse them by name.
+    # Announcements of any version are read: a process that joins refuses others by name.
     try:
         read = [announcement_from_dict(from_json(text, "an announcement")) for text in texts]
     except ValueError as exc:

@@ -19,8 +19,8 @@ from telemetry.load.sample_codec import UnknownVersion, sample_from_bytes, sampl
 from telemetry.state.backend import Change, Entry, Range, Table, Value
 from telemetry.state.part import Part
 
-ROLLUPS = Table("rollups", is_ordered=True)  # of a length: by start, run and phase
-_MOST_NAMES = 100_000  # of unreadable records that are remembered
+ROLLUPS = Table("rollups", is_ordered=True)  # (start, run, phase) -> roll-up, for each length
+_MOST_NAMES = 100_000  # unreadable records that are remembered by name
 
 Read = TypeVar("Read")
 

@@ -33,7 +33,7 @@ from telemetry.state.sqlite_file import SqliteFile
 
 _POLL_S = 0.02
 _PRUNED_AT_ONCE = 500  # records of the log; a few milliseconds
-_MAX_ID = 2**63 - 1  # of a row, by SQLite
+_MAX_ID = 2**63 - 1  # largest id of a row in SQLite
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from eplb.errors import StoreError
 APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
 SCHEMA_VERSION = 9  # counts up with each change of the tables below
 KEPT = "what was acknowledged before is kept"
-RESERVE_BYTES = 2**20  # for the pause of a deployment whose disk is full
+RESERVE_BYTES = 2**20  # disk space kept so that a pause can be written on a full disk
 _NEW = 0  # version of a file without tables
 _RETRY_S = 0.01
 

@@ -16,10 +16,8 @@ from telemetry.state.runs import Details
 
 TaskState = Literal["queued", "running", "done", "failed"]
 
-TASKS = Table("tasks", is_ordered=True)  # by id
-QUEUED = Table(
-    "queued", is_ordered=True, is_index=True
-)  # ids of the tasks in a state that is no end
+TASKS = Table("tasks", is_ordered=True)  # id -> task
+QUEUED = Table("queued", is_ordered=True, is_index=True)  # ids of tasks that have not ended
 RUNNING = Table("running", is_ordered=True, is_index=True)
 _PAGE = 1000
 
@@ -35,10 +33,10 @@ class Refusal(StrEnum):
     NOTHING_TO_PROPOSE = "nothing-to-propose"  # the plan is KEEP
     MOVEMENT_OFF = "movement-off"
     MIGRATION_OPEN = "migration-open"
-    GENERATION_MOVED_ON = "generation-moved-on"  # another one serves than the request names
-    BASE_MOVED_ON = "base-moved-on"  # of the proposal
+    GENERATION_MOVED_ON = "generation-moved-on"  # another generation serves than the request names
+    BASE_MOVED_ON = "base-moved-on"  # another generation serves than the proposal's base
     PROPOSAL_ENDED = "proposal-ended"
-    LOSES = "loses"  # by the load of now an approved plan costs more than it saves
+    LOSES = "loses"  # on the present load an approved plan costs more than it saves
     NOT_PUBLISHED = "not-published"  # another plan came first: ask again
     IMPOSSIBLE_THROTTLE = "impossible-throttle"  # out of range, or not of the mode of migrations
     EXPIRED = "expired"  # it was queued for too long
@@ -48,12 +46,14 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What came of a task."""
+    """The result of a task."""
 
     error: str = ""  # why it failed
-    plan_id: int = 0  # of the migration that was published for it; 0: none
-    detail: Details = field(default_factory=dict)  # for display, by the kind of task
-    refusal: str = ""  # a Refusal; "": an unforeseen error
+    plan_id: int = 0  # plan id of the migration that was published for it; 0: none
+    detail: Details = field(
+        default_factory=dict
+    )  # shown to people; its keys depend on the kind of task
+    refusal: str = ""  # a Refusal; "": an unexpected error
 
 
 @dataclass(frozen=True)

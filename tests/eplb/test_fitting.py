@@ -238,8 +238,8 @@ def test_pins_of_one_layer_and_of_each_layer_are_taken_together() -> None:
 @pytest.mark.parametrize(
     ("pins", "expected"),
     [
-        ({(2, 0): (0,)}, "layer 2 expert 0: expected layers 0..1 and experts 0..3"),
-        ({(0, 4): (0,)}, "layer 0 expert 4: expected layers 0..1 and experts 0..3"),
+        ({(2, 0): (0,)}, "layer 2 expert 0: expected layers 0, 1 and experts 0..3"),
+        ({(0, 4): (0,)}, "layer 0 expert 4: expected layers 0, 1 and experts 0..3"),
         ({(0, 0): (2,)}, "layer 0 expert 0 on rank 2: expected ranks 0..1"),
         (
             {(0, expert): (1,) for expert in range(4)},

@@ -66,7 +66,10 @@ class StepOptions:
 
     model: Annotated[
         str | None,
-        typer.Option(help="A known model: its expert groups, and sizes and bytes of its experts."),
+        typer.Option(
+            help="A known model: sizes and bytes of its experts, and expert groups, which stay on "
+            "nodes."
+        ),
     ] = None
     hardware: Annotated[
         str | None, typer.Option(help=f"A card, for times of steps: {CARDS}; needs a model.")

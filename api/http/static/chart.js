@@ -4,7 +4,8 @@ import { element, keyed, set, shape, show, text } from "/static/dom.js";
 import { at, clock } from "/static/words.js";
 
 const LEFT = 40, RIGHT = 14, TOP = 20, BOTTOM = 22;
-const MINUTE = 60, HOUR = 3600;
+const MINUTE = 60, HOUR = 3600, LEAST_RANGE = 2 * MINUTE;
+const CROWDED = 24, LABEL_GAP = 4, CROWDED_GAP = 60;  // marks; pixels between two labels
 const TIME_STEPS = [MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 15 * MINUTE, 30 * MINUTE,
   HOUR, 2 * HOUR, 3 * HOUR, 6 * HOUR, 12 * HOUR];
 const LINES = ["contiguous", "measured"];
@@ -45,9 +46,9 @@ export class Chart {
     const width = this.host.clientWidth, height = this.host.clientHeight;
     const highest = Math.max(1.1, ...this.points.flatMap((one) => [one.measured, one.contiguous]));
     const step = niceStep(highest - 1, 4), most = 1 + step * Math.ceil((highest - 1) / step);
-    // A deployment that is younger than the range has the whole width, of 15 minutes at least.
+    // The axis ends now. A deployment that is younger than the range has the whole width.
     const first = Math.min(this.points[0].time, ...history.marks.map((mark) => mark.time));
-    const since = Math.max(history.since, first), until = Math.max(history.until, since + 15 * MINUTE);
+    const { until } = history, since = Math.max(history.since, Math.min(first, until - LEAST_RANGE));
     this.x = (time) => LEFT + ((time - since) / (until - since)) * (width - LEFT - RIGHT);
     const y = (value) => TOP + ((most - value) / (most - 1)) * (height - TOP - BOTTOM);
     set(this.svg, { viewBox: `0 0 ${width} ${height}` });
@@ -96,14 +97,21 @@ export class Chart {
         for (const line of [node.children[1], node.children[2]]) set(line, { x1: x, x2: x, y1: TOP, y2: height - BOTTOM });
         set(node.children[3], { x, y: TOP - 7 });
       });
-    // A death keeps its label where others are too near.
-    const taken = [], numbers = [...marks.keys()], isDeath = (number) => marks[number].kind === "death";
-    for (const number of numbers.sort((a, b) => isDeath(b) - isDeath(a) || a - b)) {
-      const mark = marks[number], name = mark.generation === null ? mark.kind : `g${mark.generation}`;
+    // A death keeps its label where others are too near. Of many rebalances, those without a label
+    // have a short line at the top: as many long ones would hide the curve.
+    const isCrowded = marks.length > CROWDED, gap = isCrowded ? CROWDED_GAP : LABEL_GAP;
+    const isCommit = ({ generation }) => generation !== null, isDeath = ({ kind }) => kind === "death";
+    const byRank = [...marks.keys()].sort((a, b) => isDeath(marks[b]) - isDeath(marks[a]) ||
+      isCommit(marks[a]) - isCommit(marks[b]) || b - a);
+    const taken = [];
+    for (const number of byRank) {
+      const mark = marks[number], name = isCommit(mark) ? `g${mark.generation}` : mark.kind;
       const half = 3.6 * name.length, left = this.x(mark.time) - half, right = left + 2 * half;
-      const fits = right < width && taken.every(([from, to]) => right < from - 4 || left > to + 4);
-      text(this.marks.children[number].children[3], fits ? name : "");
+      const fits = right < width && taken.every(([from, to]) => right < from - gap || left > to + gap);
+      const [, line, , label] = this.marks.children[number].children;
+      text(label, fits ? name : "");
       if (fits) taken.push([left, right]);
+      if (isCrowded && !fits && isCommit(mark)) set(line, { y2: TOP + 8 });
     }
   }
 

@@ -11,8 +11,8 @@ function rankColour(ratio) {
   return `color-mix(in oklab, var(${ratio > 1 ? "--hot" : "--cold"}) ${Math.round(part * 85)}%, var(--surface))`;
 }
 
-// rows [layers][ranks] of rank load over mean, null for a layer without tokens; layerIds are the
-// model's own numbers.
+// rows [layers][ranks] of rank load over mean, null for a layer without tokens and for a rank that
+// does not serve; layerIds are the model's own numbers.
 export function drawRanks(hosts, rows, layerIds, nodeOfRank, silent) {
   const isTable = nodeOfRank.length <= MOST_NUMBERS;
   show(hosts.table, isTable);
@@ -63,7 +63,7 @@ function drawPicture(hosts, rows, layerIds, nodeOfRank, silent) {
     mix(surface, ratio > 1 ? hot : cold, Math.min(1, Math.abs(ratio - 1) / 0.5)));
   hosts.canvas.describe = (layer, rank) => `layer ${layerIds[layer]}, rank ${rank} on node ${nodeOfRank[rank]}` +
     `${silent.includes(rank) ? ", silent" : ""}: ` +
-    (rows[layer] === null ? "no tokens" : `${rows[layer][rank].toFixed(3)} × mean`);
+    (rows[layer]?.[rank] == null ? "no tokens" : `${rows[layer][rank].toFixed(3)} × mean`);
   drawAxis(hosts.layers, "layer", layerIds);
   drawAxis(hosts.ranks, "rank", [...nodeOfRank.keys()]);
   keyed(hosts.silent, silent, (rank) => rank, () => element("i"), (mark, rank) => {
@@ -97,7 +97,7 @@ function paint(canvas, rows, numColumns, most, colourOf) {
     const row = rows[at], start = at * numColumns;
     if (row === null) continue;
     for (let column = 0; column < numColumns; column += 1) {
-      pixels[start + column] = shades[Math.min(SHADES, Math.round(row[column] * scale))];
+      if (row[column] !== null) pixels[start + column] = shades[Math.min(SHADES, Math.round(row[column] * scale))];
     }
   }
   context.putImageData(image, 0, 0);

@@ -3,6 +3,7 @@
 import { run, send } from "/static/acts.js";
 import { $, element, keyed, text } from "/static/dom.js";
 import { drawExperts, drawRanks, readOut } from "/static/heat.js";
+import { ABSENT } from "/static/words.js";
 
 const LAYERS_SHOWN = 10, FROZEN_SHOWN = 3;
 
@@ -10,7 +11,10 @@ export function showLoad(state, heat) {
   if (heat?.window == null || heat.run !== state.run) return;
   const hosts = { table: $("heatmap"), picture: $("rank-picture"), canvas: $("ranks"),
     layers: $("rank-layers"), ranks: $("rank-numbers"), silent: $("rank-silent") };
-  drawRanks(hosts, heat.ranks, state.layer_ids, state.node_of_rank, state.silent_ranks);
+  // A rank that does not serve has no load: in colours, none would look like a rank without work.
+  const serving = heat.ranks.map((row) => row?.map((ratio, rank) =>
+    (ABSENT.includes(state.ranks[rank].phase) ? null : ratio)) ?? null);
+  drawRanks(hosts, serving, state.layer_ids, state.node_of_rank, state.silent_ranks);
   drawExperts({ canvas: $("experts"), layers: $("experts-layers"), numbers: $("experts-numbers") },
     heat.experts, state.layer_ids, state.num_experts);
   const worst = worstLayers(state, heat), cordoned = state.ranks.filter((rank) => rank.cordon).length;

@@ -94,7 +94,7 @@ function paceOf({ migration, decisions, pace }) {
   const own = migration && decisions.findLast((one) => one.plan_id === migration.plan_id)?.pace_reason;
   const since = pace.budget && pace.changed !== null ? `, since ${at(pace.changed)}` : "";
   return (own ? `Its pace: ${own}. ` : "") +
-    `Pace of the next migration: ${pace.part} of the deployment's own; ${pace.reason}${since}.`;
+    `Pace of the next migration: ${pace.part === 1 ? "" : `${pace.part} of `}the deployment's own; ${pace.reason}${since}.`;
 }
 
 function showBytes(state) {

@@ -3,7 +3,7 @@
 import { order } from "/static/acts.js";
 import { ask } from "/static/app.js";
 import { $, element, keyed, set, text } from "/static/dom.js";
-import { ago, at, count, plural, stretches } from "/static/words.js";
+import { ABSENT, ago, at, count, plural, stretches } from "/static/words.js";
 
 const PERIOD_MS = 5000;
 const PARTS = 8;  // of the rows out of sight, of which each turn changes one
@@ -20,11 +20,12 @@ export async function readRanks(state, isForced = false) {
 export function showRanks(state, heat) {
   if (state.run === null || held === null) return;
   const load = loads(state, heat), byState = Object.groupBy(held.ranks, (one) => one.state);
-  text($("rank-note"), [plural(state.ranks.length, "rank"), ...membersOf(state),
+  const notes = [plural(state.ranks.length, "rank"), ...membersOf(state),
     state.silent_ranks.length && `${state.silent_ranks.length} silent`,
     ...["cordoned", "draining", "drained"].filter((name) => byState[name]).map((name) => `${byState[name].length} ${name}`),
     held.waits && `draining waits: ${held.waits}`, ...held.unmet,
-    held.reason && `latest order at ${at(held.time)}: ${held.reason}`].filter(Boolean).join("; "));
+    held.reason && `latest order at ${at(held.time)}: ${held.reason}`].filter(Boolean);
+  keyed($("rank-note"), notes, (one) => one, (one) => element("span", {}, one));
   // Another run may have other ranks than those that were read last.
   const lines = held.ranks.filter((one) => state.ranks[one.rank]?.rank === one.rank)
     .map((one) => ({ ...one, name: nameOf(state.ranks[one.rank], one) }))
@@ -56,14 +57,14 @@ export function showRanks(state, heat) {
   });
 }
 
-const ABSENT = ["gone", "retired", "joining"];
 const nameOf = (rank, { state }) => (ABSENT.includes(rank.phase) ? rank.phase : !rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
 
 // Which ranks serve and should, where these are not all, and the latest operation on them.
 export function membersOf({ ranks, membership }) {
   const { members, wanted, phase, waits, operation: one, safe_to_delete: free, epoch } = membership;
   return [members.length < ranks.length && `${members.length} serve (epoch ${epoch})`,
-    phase !== "settled" && `${phase}, ${stretches(wanted)} are wanted: ${waits}`,
+    phase !== "settled" && `${phase}: ${waits}`,
+    wanted.length < ranks.length && `wanted: ${stretches(wanted)}`,
     one && `operation ${one.id} (${one.reason}) ${one.ended ? `is ${one.ended}: ${one.why}` : "is open"}`,
     free.length && `safe to delete: ${stretches(free)}`].filter(Boolean);
 }

@@ -11,6 +11,8 @@ export function size(bytes) {
   return `${(bytes / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
+export const ABSENT = ["gone", "retired", "joining"];  // phases of ranks that do not serve
+
 // Ranks in ascending order, many as stretches: 0-7, 12.
 export function stretches(ranks) {
   if (ranks.length <= 8) return ranks.join(", ");

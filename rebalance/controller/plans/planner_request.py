@@ -31,6 +31,7 @@ from eplb.fitting import (
     Cordons,
     Coverage,
     FittingCordons,
+    FittingPins,
     Pins,
     coverage_of,
     fitting_cordons,
@@ -315,16 +316,12 @@ class PlannerRequest:
             ConfigError: ``redundancy`` of a layer that is not there, or of more slots.
         """
         tokens, topology = past.tokens.sum(axis=0), cordons.topology
-        slots, num_groups = self.slots(topology, model), model.num_expert_groups
-        room = room_of(Constraints(slots=slots), topology, len(tokens))
-        room = cordons.limited(room, current)
-        asked = read_pins(self.pins)
-        pins = fitting_pins(
-            asked, room, topology, model.num_experts, num_groups, cordons.kept, model.layer_ids
-        )
+        room, pins = self._fitting_pins(current, cordons, model)
         # Further failure domains are asked for in the slots that pins leave.
+        num_groups = model.num_expert_groups
         found = coverage_of(tokens, pins.left, topology, self.min_domains, num_groups)
-        limits = slots if slots is None and not cordons.cordoned else room
+        is_limited = cordons.cordoned or redundancy_of(self.redundancy)
+        limits = room if is_limited else None
         return replace(
             found,
             constraints=replace(found.constraints, slots=limits, pinned=pins.pinned),
@@ -332,6 +329,35 @@ class PlannerRequest:
             releases_groups=found.releases_groups or cordons.releases_groups,
             unmet_pins=pins.unmet,
             unmet_cordons=cordons.unmet,
+        )
+
+    def unmet_pins(
+        self, current: Placement | None, topology: Topology, model: ModelShape
+    ) -> tuple[str, ...]:
+        """Reasons why the ranks cannot meet pins; without ``current`` cordons are not looked at."""
+        cordons = FittingCordons(topology)
+        if current is not None:
+            cordons = self.cordoned(current, topology, model.num_expert_groups)
+        _, pins = self._fitting_pins(current, cordons, model)
+        return pins.unmet
+
+    def _fitting_pins(
+        self, current: Placement | None, cordons: FittingCordons, model: ModelShape
+    ) -> tuple[NDArray[np.int64], FittingPins]:
+        """[L, R] slots that layers may use beside the cordons, and the pins that fit into them."""
+        topology = cordons.topology
+        limits = Constraints(slots=self.slots(topology, model))
+        room = room_of(limits, topology, model.num_layers)
+        if current is not None:
+            room = cordons.limited(room, current)
+        return room, fitting_pins(
+            read_pins(self.pins),
+            room,
+            topology,
+            model.num_experts,
+            model.num_expert_groups,
+            cordons.kept,
+            model.layer_ids,
         )
 
     def slots(self, topology: Topology, model: ModelShape) -> NDArray[np.int64] | None:

@@ -12,12 +12,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from benchmarks.engine_files.seeds import torch_file
-from eplb import Placement, register_policy
+from api.engine_plan import PlannedGroup, plan_for_engine
+from eplb import ModelShape, Placement, register_policy
 from telemetry.formats.engines.ascend import read_map
-from telemetry.formats.table import read_placement
-from telemetry.formats.types import ReadOptions
+from telemetry.formats.table import WriteOptions, read_load, read_placement, write_placement
+from telemetry.formats.types import Layers, PlacementFile, ReadOptions
 from tests.support.engines.ascend_check import has_no_move_within_a_device
+from tests.support.formats.seeds import torch_file
 
 GROUP = ("--ranks", "4", "--nodes", "2", "--redundant", "4")
 
@@ -119,6 +120,23 @@ def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path:
     )
 
 
+def test_plan_states_what_groups_on_nodes_cost_in_balance(dump: Path, tmp_path: Path) -> None:
+    load = read_load(str(dump), ReadOptions(layer_ids=(1, 2)))
+    model = ModelShape((1, 2), 8, 2, 1, 1, num_expert_groups=2, expert_bytes=1)
+    told = {"rule": None, "policy": "auto", "expert_bytes": None, "seed": 0, "num_hidden": None}
+    told |= {"source": "dump", "at_start": False}
+    out = tmp_path / "out.json"
+
+    def notes(nodes: int) -> str:
+        group = PlannedGroup(4, nodes, 4)
+        made = plan_for_engine(load, None, group, "vllm", out, model=model, **told)
+        return "\n".join(made["notes"])
+
+    kept, free = re.findall(r"imbalance (\S+) as decided, (\S+) with groups spread", notes(2))[0]
+    assert float(free) < float(kept) - 0.3
+    assert "groups" not in notes(1)
+
+
 def test_convert_carries_a_placement_between_engines(dump: Path, tmp_path: Path) -> None:
     names = {"sglang": "a.json", "trtllm": "b.yaml", "vllm": "c.json", "ascend": "d.json"}
     eplb("plan", dump, *GROUP, "--target", "eplb", "-o", tmp_path / "own.json")
@@ -161,7 +179,11 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
         (("plan", "DUMP", *GROUP, "--target", "vllm", "--model", "x", "-o", "o"), "unknown model"),
         (
             ("plan", "DUMP", *GROUP, "--target", "vllm", "--model", "mixtral-8x7b", "-o", "o"),
-            "are not in the file",
+            "--model mixtral-8x7b has MoE layers 0-31: the file is of another model",
+        ),
+        (
+            ("plan", "DUMP", *GROUP, "--target", "vllm", "--current", "other.json", "-o", "o"),
+            "other.json is a placement of 6 experts",
         ),
         (("plan", "DUMP", *GROUP, "--target", "vllm", "-o", "/nowhere/o"), "cannot be written"),
         (
@@ -182,6 +204,8 @@ def test_bad_input_is_one_sentence_and_status_2(
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    other = PlacementFile(Placement(np.arange(12)[None] % 6, 6), Layers((0,), "model"))
+    write_placement(other, "eplb", Path("other.json"), WriteOptions(4))
     Path("none.csv").write_text(f"layer,{','.join(map(str, range(8)))}\n3{',0' * 8}\n")
 
     done = eplb(*(dump if one == "DUMP" else one for one in arguments))

@@ -105,8 +105,8 @@ def test_exported_file_is_read_back_and_losses_are_printed(
 @pytest.mark.parametrize(
     ("words", "status", "sentence"),
     [
-        (["diff", "1", "9"], 1, "the store holds no placement that is generation 9"),
-        (["export", "9", "-o", "FILE"], 1, "the store holds no placement that is generation 9"),
+        (["diff", "1", "9"], 1, "the store has no placement of generation 9"),
+        (["export", "9", "-o", "FILE"], 1, "the store has no placement of generation 9"),
         (["export", "1", "--format", "pdf", "-o", "FILE"], 2, "query.format: input should be"),
         (["export", "1", "-o", "/nowhere/file"], 2, "/nowhere/file cannot be written"),
     ],

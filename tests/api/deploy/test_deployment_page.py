@@ -209,7 +209,7 @@ def test_page_of_several_hosts_runs_as_printed_on_two_hosts(hosts: Hosts) -> Non
     launches[0].wait_for("engine: generation 1 serves")
 
     lines = hosts.succeed(1, "eplb status --verbose", is_of_page=False)
-    header = next(number for number, line in enumerate(lines) if line.startswith("rank  host"))
+    header = next(number for number, line in enumerate(lines) if line.startswith("rank  node"))
     assert [line.split()[:2] for line in lines[header + 1 : header + 5]] == [
         ["0", "0"],
         ["1", "0"],

@@ -394,6 +394,27 @@ def test_range_is_chosen_by_a_button_and_is_the_address(page: Any) -> None:
     page.locator("#chart .measured").wait_for(state="attached")
 
 
+def test_chart_ends_now_and_moves_without_room_for_a_label_leave_the_curve_free(
+    page: Any, store: StateStore
+) -> None:
+    for plan in range(1, 41):
+        migration = {"plan_id": plan, "generation": plan + 4}
+        store.add_event("publish", PUBLISHED | migration)
+        store.add_event("commit", migration | {"reason": "served"})
+    page.locator("#chart .mark.MOVE").nth(39).wait_for(state="attached")
+    page.evaluate(TWO_DRAWS)
+
+    heights = page.evaluate(
+        """[...document.querySelectorAll('#chart .mark.MOVE')].map((mark) =>
+            mark.children[1].getAttribute('y2') - mark.children[1].getAttribute('y1'))"""
+    )
+    last = page.evaluate("+document.querySelector('#chart .last').getAttribute('cx')")
+    width = page.evaluate("document.querySelector('#chart').clientWidth")
+    # All of it is at one time, where the label of the start is.
+    assert (sum(height < 10 for height in heights), len(heights)) == (40, 40)
+    assert last > 0.5 * width
+
+
 def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
     page: Any, store: StateStore
 ) -> None:

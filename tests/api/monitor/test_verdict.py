@@ -73,7 +73,11 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
     [
         (seen(), Grade.SERVING, "2 ranks serve, at step 7$"),
         (seen(movement=False), Grade.SERVING, "2 ranks serve, at step 7; movement is of"),
-        (seen(ranks=CORDONED), Grade.SERVING, "cordoned by order: 0; drained by order: 1"),
+        (
+            seen(ranks=CORDONED),
+            Grade.SERVING,
+            "cordoned by order: rank 0; drained by order: rank 1",
+        ),
         (EMPTY, Grade.BLIND, "no run"),
         (seen(unread="not read for 12 s: disk I/O"), Grade.BLIND, "12 s: disk I/O"),
         (seen(ranks=HALF_SILENT), Grade.DEGRADED, "silent ranks: 1, "),

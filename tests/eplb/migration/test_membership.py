@@ -101,14 +101,6 @@ def test_failure_domains_stay_as_even_as_any_choice_of_equal_ranks(seed: int) ->
     assert crowding(more, topology) == min(crowding(one, topology) for one in with_some)
 
 
-def test_rank_that_does_not_serve_is_retired_first() -> None:
-    topology = Topology.uniform(2, 2, 2)
-    died = replace(topology, alive=np.array([True, True, False, True]))
-    placement = Placement([[0, 1, 0, 1, 2, 1, 2, 0]], 3)
-
-    assert wanted_for(3, range(4), placement, died) == (0, 1, 3)
-
-
 def test_rank_without_slots_stays_and_is_not_counted() -> None:
     topology = Topology(node_of_rank=np.array([0, 0, 1]), slots_of_rank=np.array([2, 2, 0]))
     placement = Placement([[0, 1, 1, 0]], 2)
@@ -148,12 +140,6 @@ def test_spare_slots_of_every_rank_are_not_counted_as_room() -> None:
         wanted_for(2, range(3), placement, topology, spare_slots=1)
 
 
-def test_rank_that_joined_without_experts_is_retired_first() -> None:
-    placement = Placement([[0, 1, 2, 3, EMPTY, EMPTY]], 4)
-
-    assert wanted_for(2, range(3), placement, Topology.uniform(1, 3, 2)) == (0, 1)
-
-
 @pytest.mark.parametrize("count", [0, 4])
 def test_more_ranks_than_the_topology_has_or_none_are_refused(count: int) -> None:
     placement = Placement([[0, 1, 0, 1, 0, 1]], 2)
@@ -174,6 +160,6 @@ def test_phase_follows_the_experts_of_leavers_and_the_readiness_of_joiners() -> 
     assert phase_of((0, 1, 3), drained, serving, ready=[3])[0] == "joining"
     assert phase_of((0, 1), drained, serving) == (
         "leaving",
-        "without experts, they leave the group next: ranks 2",
+        "without experts, they leave the group next: rank 2",
     )
     assert phase_of((0, 1, 2), None, serving) == ("settled", "")

@@ -255,12 +255,23 @@ def test_journals_of_all_ranks_are_one_table_by_time(tmp_path: Path) -> None:
         ["recovery", "transactions=2"],
     ]
     assert [row for row in rows if row[0] == "start"] == [["start", "run-1"], ["start", "run-2"]]
-    assert done.output.splitlines()[-1] == "4 of 4 entries, 1 dropped"
+    assert done.output.splitlines()[-1] == "4 of 4 lines, 1 dropped"
 
     flags = ["--rank", "1", "--no-votes", "--last", "5"]
     done = CliRunner().invoke(app, ["journal", str(tmp_path), *flags], env={"COLUMNS": "120"})
     assert "verdict" not in done.output
-    assert done.output.splitlines()[-1].startswith("1 of 1 entry")
+    assert done.output.splitlines()[-1].startswith("1 of 1 line")
+
+
+def test_journals_are_those_of_the_configured_state_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    write(folder, entry(0, 1, 10.0, "plan seen"))
+
+    setting = f"deployment.state_dir={tmp_path}"
+    done = CliRunner().invoke(app, ["journal", "--setting", setting], env={"COLUMNS": "120"})
+
+    assert done.output.splitlines()[-1] == "1 of 1 line"
 
 
 def test_folder_without_journals_is_an_error(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""A deployment on two hosts that faults are injected into, and the service manager that it lacks.
+"""Deployments that faults are injected into, as real processes: on one host, and on two.
+
+    one     eplb serve, eplb host-cache, eplb launch (all ranks), a checker; SQLite
 
     10.0.0.1   redis-server, eplb serve, eplb host-cache, eplb launch (ranks 0, 1), a checker
     10.0.0.2                             eplb host-cache, eplb launch (ranks 2, 3), a checker
 
-The hosts are network namespaces with a cable between them, each with a state folder that is a small
-file system of its own. A process that ends is started again after RESTART_S, as by a unit of
+Two hosts are network namespaces with a cable between them, each with a state folder that is a small
+file system of its own. There a process that ends is started again after RESTART_S, as by a unit of
 ``Restart=on-failure``, ``RestartSec=20``, ``RestartPreventExitStatus=2``: status 2 is a refusal,
 and waits for a human. Weights, configuration and engine file are those of ``eplb demo``.
 """
@@ -19,11 +21,12 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +41,7 @@ from api.monitor.verdict import LEAST_FREE_BYTES
 from api.processes.commands import end_with_parent, own_command
 from benchmarks.faults.clock.sitecustomize import FILE_VARIABLE
 from benchmarks.faults.paced_engine import TOKENS_VARIABLE, tokens_of
-from tests.support.deployments import clean_environ
+from tests.support.deployments import clean_environ, free_ports
 from tests.support.redis_servers import RedisProcess
 from tests.support.repository import ROOT
 from tests.support.sessions import processes_of
@@ -48,6 +51,7 @@ RESTART_S = 20.0  # longer than a host cache may be silent
 REFUSED = 2
 STATE_BYTES = 2 * LEAST_FREE_BYTES  # size of a host's file system for state
 END_S = 20.0
+STEADY_S, START_S, GRACE_S, POLL_S = 5.0, 120.0, 2.0, 0.1
 HOSTS, RANKS = range(2), range(4)
 ANY_ADDRESS = {"bind": "0.0.0.0", "protected-mode": "no"}  # of a host in a namespace of its own
 SETTINGS: dict[str, Any] = {
@@ -158,25 +162,147 @@ class Hosts:
         """Run a command on a host to its end."""
         subprocess.run(self.on(host, list(words)), check=True)
 
-    def prepare(self, store: str, seed: int, given: Mapping[str, Any]) -> Prepared:
-        """Write weights, configuration and the engine's file."""
-        named = SETTINGS | {
-            "deployment.store": store,
-            "deployment.name": f"pairs-{os.getpid()}",
-            "deployment.state_dir": self.folder / "demo",
+
+def prepared_in(
+    folder: Path, named: Mapping[str, Any], seed: int, check_every: int, dispatcher: str = "auto"
+) -> Prepared:
+    """Write weights, configuration and the engine's file into a folder."""
+    own = {"deployment.name": f"faults-{os.getpid()}", "deployment.state_dir": folder}
+    settings = load({}, config=None, environ={}, named=own | dict(named), defaults=DEFAULTS)
+    options = Options(
+        tokens_per_rank=64,
+        text=[ROOT / "LICENSE", ROOT / "README.md"],
+        seed=seed,
+        check_every=check_every,
+        dispatcher=dispatcher,
+    )
+    state = StateDir(folder)
+    try:
+        return prepare(options, settings, state)
+    finally:
+        state.close()
+
+
+class FaultyDeployment:
+    """What both deployments have.
+
+    Args:
+        prepared: its files.
+        tokens: folder in which ranks write down their steps.
+        num_ranks: of its topology.
+    """
+
+    def __init__(self, prepared: Prepared, tokens: Path, num_ranks: int) -> None:
+        self.prepared, self.deployment = prepared, prepared.deployment
+        self.token_folder, self.num_ranks = tokens, num_ranks
+        self.processes: dict[str, Process] = {}
+        self.checks = list[CheckedStep]()
+        self._checks_read = 0
+
+    def start(self, stack: ExitStack, commands: Iterable[Process]) -> None:
+        """Start all commands, which end with the stack."""
+        self.processes = {one.name: one for one in commands}
+        for one in self.processes.values():
+            one.start()
+            stack.callback(one.kill)
+
+    def pids(self, title: str | None = None) -> list[int]:
+        """Processes with a title: ``rank 1``, ``controller``; None: all."""
+        lives = [one.process.pid for one in self.processes.values() if one.process is not None]
+        found = (item for life in lives for item in processes_of(life).items())
+        return [pid for pid, its_title in found if title in (None, its_title)]
+
+    def tokens(self) -> list[float]:
+        """Monotonic times of all steps so far."""
+        return tokens_of(self.token_folder)
+
+    def stepping(self, within_s: float) -> set[int]:
+        """The ranks that have stepped within so long."""
+        limit, found = time.monotonic() - within_s, set[int]()
+        for path in self.token_folder.glob("rank-*"):
+            end = path.read_bytes()[-8:]
+            if len(end) == 8 and struct.unpack("d", end)[0] > limit:
+                found.add(int(path.name.removeprefix("rank-")))
+        return found
+
+    def read_checks(self) -> None:
+        """Read the results of the checkers."""
+        found, self._checks_read = checks_in(self.prepared.engine.checks.results, self._checks_read)
+        self.checks += found
+
+    def num_wrong(self) -> int:
+        """Checked steps whose outputs were not the reference's."""
+        precision = self.prepared.engine.checks.precision
+        return sum(not one.is_right(precision) for one in self.checks)
+
+
+class OneHost(FaultyDeployment):
+    """A deployment on this host.
+
+    Args:
+        stack: ends it.
+        folder: for its files; emptied.
+        num_ranks: that it starts with.
+        slots: of a rank.
+        seed: of weights and requests.
+        device: cpu or cuda.
+        given: further settings.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        num_ranks: int,
+        slots: int,
+        seed: int,
+        device: str,
+        given: Mapping[str, Any],
+    ) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        (tokens := folder / "tokens").mkdir(parents=True)
+        (port,), is_cpu = free_ports(1), device == "cpu"
+        named = {
+            "topology.nodes": 1,
+            "topology.ranks_per_node": num_ranks,
+            "topology.slots_per_rank": slots,
+            "topology.device": device,
+            "model.layers": 3,
+            "model.experts": 2 * num_ranks,
+            "model.top_k": 2,
+            "model.precision": "float32" if is_cpu else "bfloat16",
+            "model.hidden": 32 if is_cpu else 1024,
+            "model.intermediate": 32 if is_cpu else 512,
+            "telemetry.window_steps": 16,
+            "http.port": port,
+            "supervision.process_restarts": 1_000_000,
             **given,
         }
-        settings = load({}, config=None, environ={}, named=named, defaults=DEFAULTS)
-        texts = [ROOT / "LICENSE", ROOT / "README.md"]
-        options = Options(tokens_per_rank=64, text=texts, seed=seed, check_every=2)
-        state = StateDir(settings.deployment.state_dir)
-        try:
-            return prepare(options, settings, state)
-        finally:
-            state.close()
+        dispatcher = "auto" if is_cpu else "all_to_all"
+        prepared = prepared_in(folder / "state", named, seed, 1, dispatcher)
+        super().__init__(prepared, tokens, num_ranks)
+        engine = str(prepared.engine_path)
+        paced = ("--module", "benchmarks.faults.paced_engine", "--", engine)
+        commands = {
+            "serve": own_command("serve"),
+            "cache": own_command("host-cache", "--host", "0"),
+            "checker": [sys.executable, "-P", "-m", "api.demo.checking", engine],
+            "launch": own_command("launch", "--host", "0", *paced),
+        }
+        more = {"PYTHONPATH": str(ROOT), TOKENS_VARIABLE: str(tokens)}
+        environ = clean_environ(**dict(prepared.environ) | more)
+        made = [Process(n, words, environ, folder / f"{n}.txt") for n, words in commands.items()]
+        self.start(stack, made)
+
+    def living(self) -> dict[int, int]:
+        """The processes of ranks, by rank."""
+        launcher = self.processes["launch"].process
+        titles = processes_of(launcher.pid) if launcher is not None else {}
+        ranks = {int(title[5:]): pid for pid, title in titles.items() if title[:5] == "rank "}
+        return {rank: ranks[rank] for rank in sorted(ranks)}
 
 
-class TwoHostDeployment:
+class TwoHostDeployment(FaultyDeployment):
     """One life of the deployment, with an empty store at its start.
 
     Args:
@@ -195,8 +321,7 @@ class TwoHostDeployment:
         given: Mapping[str, Any] = MappingProxyType({}),
         store_address: str = ADDRESSES[0],
     ) -> None:
-        self.hosts = hosts
-        self.num_ranks = 2 * {**SETTINGS, **given}["topology.ranks_per_node"]
+        self.hosts, self.notes = hosts, list[str]()
         for path in hosts.state_dirs:
             for old in path.iterdir():
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -208,13 +333,10 @@ class TwoHostDeployment:
         self.redis = RedisProcess(hosts.folder / "redis", ANY_ADDRESS)
         stack.callback(self.redis.kill)
         self.store = f"redis://{store_address}:{self.redis.port}"
-        self.prepared = hosts.prepare(self.store, seed, given)
-        self.deployment, self.checks = self.prepared.deployment, list[CheckedStep]()
-        self._checks_read, self.notes = 0, list[str]()
-        self.processes = {one.name: one for one in self._processes(logs)}
-        for one in self.processes.values():
-            one.start()
-            stack.callback(one.kill)
+        named = SETTINGS | {"deployment.store": self.store, **given}
+        prepared = prepared_in(hosts.folder / "demo", named, seed, check_every=2)
+        super().__init__(prepared, hosts.tokens, 2 * int(named["topology.ranks_per_node"]))
+        self.start(stack, self._processes(logs))
         http, token = self.deployment.settings.http, self.deployment.secret.http_token
         self.token, self.target = token or "", f"127.0.0.1:{http.port}"
         self.client = httpx.Client(
@@ -260,31 +382,21 @@ class TwoHostDeployment:
         for one in self.processes.values():
             one.look(now)
 
-    def pids(self, title: str | None = None) -> list[int]:
-        """Processes with a title: ``rank 1``, ``controller``; None: all."""
-        lives = [one.process.pid for one in self.processes.values() if one.process is not None]
-        found = (item for life in lives for item in processes_of(life).items())
-        return [pid for pid, its_title in found if title in (None, its_title)]
-
-    def tokens(self) -> list[float]:
-        """Monotonic times of all steps so far."""
-        return tokens_of(self.hosts.tokens)
-
     def ranks_serve(self, within_s: float) -> bool:
         """Whether each rank has stepped within so long."""
-        limit = time.monotonic() - within_s
-        ends = [path.read_bytes()[-8:] for path in self.hosts.tokens.glob("rank-*")]
-        times = [struct.unpack("d", end)[0] for end in ends if len(end) == 8]
-        return len(times) == self.num_ranks and min(times) > limit
+        return len(self.stepping(within_s)) == self.num_ranks
 
-    def read_checks(self) -> None:
-        """Read the results of the checkers."""
-        found, self._checks_read = checks_in(self.prepared.engine.checks.results, self._checks_read)
-        self.checks += found
-
-    def num_wrong(self) -> int:
-        """Checked steps whose outputs were not the reference's."""
-        return sum(not one.is_right("float32") for one in self.checks)
+    def until_steady(self) -> None:
+        """Be the service manager until all ranks have stepped for a while."""
+        deadline = since = time.monotonic()
+        deadline += START_S
+        while time.monotonic() - since < STEADY_S:
+            self.look()
+            if not self.ranks_serve(GRACE_S):
+                since = time.monotonic()
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"not all ranks stepped for {STEADY_S} s within {START_S} s")
+            Event().wait(POLL_S)
 
     def get(self, path: str, **parameters: Any) -> httpx.Response:
         """Ask the service."""
