@@ -302,8 +302,41 @@ def test_attention_takes_its_stated_share_of_a_step_at_even_load() -> None:
     assert bare.perfect_ms / last.perfect_ms == pytest.approx(0.75, rel=1e-3)
 
 
+def test_each_candidate_has_its_largest_batch_within_the_limit_of_latency() -> None:
+    free = recommend(question(hot=9))
+    limit = free.candidates[-1].latency_ms * 0.7
+
+    answer = recommend(question(hot=9, most_ms=limit))
+
+    for one in answer.candidates:
+        assert one.latency_ms <= limit
+        if one.limited_by != "the KV cache":
+            more = question(
+                hot=9, redundant=(one.redundant,), policies=(one.policy,),
+                most_sequences=one.sequences + 1,
+            )  # fmt: skip
+            (larger,) = [
+                found for found in recommend(more).candidates if found.interval == one.interval
+            ]
+            assert larger.latency_ms > limit
+    assert any("--most-ms" in one.limited_by for one in answer.candidates)
+    assert all(batch.planned_ms <= limit for batch in answer.batches)
+    rates = [one.tokens_per_s for one in answer.candidates]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_limit_that_no_batch_keeps_is_told_with_the_nearest_candidate() -> None:
+    answer = recommend(question(hot=9, most_ms=1e-3))
+
+    assert answer.best.latency_ms == min(one.latency_ms for one in answer.candidates)
+    assert answer.best.sequences == 1
+    assert answer.sentences()[0].startswith("no candidate keeps 0.001 ms (--most-ms); the nearest")
+
+
 def test_policies_are_compared_as_asked_for() -> None:
     answer = recommend(question(hot=9, policies=("auto", "greedy"), redundant=(0,)))
 
     assert {one.policy for one in answer.candidates} == {"auto", "greedy", "none"}
+    redundant = recommend(question(hot=9, redundant=(1,), policies=("greedy",)))
+    assert {one.policy for one in redundant.candidates} == {"greedy", "none"}
     assert all(one.policy in one.name for one in answer.candidates if one.interval)

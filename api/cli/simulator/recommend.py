@@ -123,6 +123,7 @@ def recommend_command(
     load = windows_of(
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, timed.shape()
     )
+    load = replace(load, phase="prefill" if prefill else "decode")
     shape, which = model_named(timed.model, load)
     shape = timed.at_precision(shape)
     model_of(shape, load, trace)

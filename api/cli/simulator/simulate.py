@@ -151,6 +151,7 @@ def simulate(
             is_overlapped=overlap,
             port_ranks=port_ranks,
         )
+        load = replace(load, phase="prefill" if timed.prefill else "decode")
         price = MigrationCost(step_model.model, step_model.hardware)
     with replayed(load, is_shown=not report.json_output) as windows:
         scenario = Scenario(
