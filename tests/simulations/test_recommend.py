@@ -260,6 +260,24 @@ def test_bad_questions_are_one_sentence_and_exit_code_2(
     assert len(ran.stderr.strip().splitlines()) == 1
 
 
+def test_page_that_cannot_be_written_is_refused_before_the_replay(tmp_path: Path) -> None:
+    for name in ("simulate", "recommend"):
+        ran = command(name, "generated:mixed", "--html", str(tmp_path / "none" / "page.html"))
+
+        assert ran.exit_code == 2
+        assert "page.html cannot be written, expected a file in a folder" in ran.stderr
+
+
+def test_times_of_a_load_without_steps_are_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "load.npz"
+    np.savez(trace, load=np.ones((4, 32, 8), dtype=np.int64))
+
+    ran = command("simulate", str(trace), "--model", "mixtral-8x7b", "--hardware", "h100")
+
+    assert ran.exit_code == 2
+    assert "expected --steps" in ran.stderr
+
+
 def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "zeros.npz"
     np.savez(trace, load=np.zeros((4, 2, 16), dtype=np.int64))
