@@ -221,13 +221,21 @@ def _exchanged(
     rows = [torch.empty_like(sent) for _ in range(group.size())]
     # Not torch.distributed.all_gather: of a group that ``form_group`` made, it turns the error of a
     # broken connection into a ValueError.
-    work = group.allgather([rows], [sent])
+    await_exchange(group.allgather([rows], [sent]), check)
+    return [_decoded(rank, row) for rank, row in enumerate(rows)]
+
+
+def await_exchange(work: dist.Work, check: Callable[[], None] | None) -> None:
+    """Wait for an exchange; ``check`` as for ``gathered``.
+
+    Raises:
+        RuntimeError: a rank died or was late.
+    """
     while check is not None and not work.is_completed():
         check()
         with suppress(RuntimeError):  # timeout or failure, alike by type
             work.wait(CHECK_EVERY)
     work.wait()  # raises if it failed
-    return [_decoded(rank, row) for rank, row in enumerate(rows)]
 
 
 def _decoded(rank: int, row: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ COMMANDS: dict[str, dict[str, Late]] = {
         "plan": Late("api.cli.engine_files:plan"),
         "convert": Late("api.cli.engine_files:convert"),
         "validate": Late("api.cli.engine_files:validate"),
-        "shadow": Late("api.shadow.command:shadow"),
+        "shadow": Late("api.cli.shadow:shadow"),
         "simulate": Late("api.cli.simulator.simulate:simulate"),
         "sweep": Late(
             "api.cli.simulator.sweep:sweep_command",

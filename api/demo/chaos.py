@@ -45,7 +45,7 @@ class Fault:
 
     what: str
     at: float  # by the store's clock
-    seconds: float | None = None  # until it was survived
+    seconds: float | None = None  # time until it was survived; None: not yet
     outcome: str = "not survived"
 
     @property

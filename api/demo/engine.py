@@ -73,7 +73,7 @@ class EngineFile:
 class Figures:
     """Measurements of a rank, for the file that it writes at its end."""
 
-    dispatcher: str  # which one, and why
+    dispatcher: str  # name of the chosen dispatcher, and the reason
     first_token: float | None = None  # seconds since the epoch
     step_ms: list[float] = field(default_factory=list)
 
@@ -217,7 +217,7 @@ def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher,
         name, trial, rank.counter, rank.place.groups.tokens, max_tokens=num_tokens
     )
     if isinstance(made, AllToAllDispatcher):
-        made = rank.all_to_all()  # which ends at a peer's death
+        made = rank.all_to_all()  # this one ends at a peer's death
     pairs = num_tokens * topology.num_ranks * model.top_k
     experts = GroupedExperts(rank.bank, usual_rows=2 * pairs // topology.num_slots)
     rank.built.measure_experts(experts)  # a CPU computes in proportion to rows

@@ -14,9 +14,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from rich.console import Console
@@ -43,8 +44,7 @@ from api.processes.commands import (
     own_command,
     raise_descriptor_limit,
 )
-from api.processes.deployment_lease import DeploymentLease
-from api.processes.supervision import Supervisor, note_in
+from api.processes.supervision import note_in
 from api.terminal.live import LiveView, look_at
 from api.terminal.picture import Look
 from eplb.errors import RankError, StoreError
@@ -84,11 +84,8 @@ def run_demo(
         prepared = prepare(options, settings, state)
         store = prepared.deployment.opened_store()
         stack.callback(store.close)
-        lease = DeploymentLease(store, settings.controller.lease_ttl_s)
-        lease.take()
-        stack.callback(lease.release)
         since = begin(options, prepared.deployment, store)
-        demo = Demo(options, prepared, store, console, lease, since, given)
+        demo = Demo(options, prepared, store, console, since, given)
         stack.callback(demo.end)
         demo.start()
         return demo.serve()
@@ -103,22 +100,21 @@ class Demo:
         prepared: Prepared,
         store: StateStore,
         console: Console,
-        lease: DeploymentLease,
         since: int,
         given: ReportOptions,
     ) -> None:
         self._options, self._prepared, self._store = options, prepared, store
         self._given = given
-        self._deployment, self._lease = prepared.deployment, lease
+        self._deployment = prepared.deployment
         self._since = since  # id of the latest event before the start
         self._console, self._monitor = console, Monitor(store, history=History())
         self._began = store.backend.now()
-        self._supervisor = Supervisor(self._deployment.settings.supervision)
-        self._commands = Commands(self._supervisor, note_in(store))
+        supervision = self._deployment.settings.supervision
+        self._commands = Commands(supervision, note_in(store))
         self.checks: list[CheckedStep] = []
         self._checks_read = 0
         self._runs: list[str] = []  # starts of the ranks that have served
-        self._num_ranks = 0  # that serve in the latest
+        self._num_ranks = 0  # number of ranks that serve in the latest start
         self._launchers: list[Command] = []
         self._chaos: Chaos | None = None
 
@@ -229,14 +225,12 @@ class Demo:
         """Handle reports and exits of commands, results of checks, and starts of ranks.
 
         Raises:
-            EplbError: the ranks ended, a command refused to start, or another process has taken
-                the deployment over.
+            EplbError: the ranks ended, or a command refused to start.
         """
         try:
             self._commands.look(POLL_S)
         except CommandEnded as exc:
             raise self._cause(exc) from exc
-        self._lease.check()
         self._read_checks()
         try:
             self._look_at_run()
@@ -312,7 +306,7 @@ class Demo:
             deaths -= sum(one.time >= self._began for one in planned)
             ended = map(outage_of, self._store.events_backwards({OUTAGE}))
             unserved_s = sum(one.unserved_s for one in ended if one and one.start >= self._began)
-            restarts |= self._restarts_of_service()
+            restarts["controller"] += self._restarts_of_controller()
         except StoreError as exc:
             missing.append(f"the latest load and the number of samples: {exc}")
         if not reports:
@@ -329,18 +323,18 @@ class Demo:
 
     def _restarts(self) -> dict[str, int]:
         """Restarts of commands by kind."""
-        total = {"controller": 0, "http": 0}
-        for view in self._supervisor.view().processes:
+        total = {"controller": 0}
+        for view in self._commands.view().processes:
             total[view.kind] = total.get(view.kind, 0) + view.restarts
         return total
 
-    def _restarts_of_service(self) -> Mapping[str, int]:
+    def _restarts_of_controller(self) -> int:
         """Restarts that ``eplb serve`` has noted in the store."""
-        names = {"the controller": "controller", "the HTTP service": "http"}
-        found = dict.fromkeys(names.values(), 0)
-        for event in self._store.events_backwards({"error"}):
-            if event.id <= self._since:
-                break
-            if event.detail["where"] in names and "; restarting in" in event.detail["message"]:
-                found[names[event.detail["where"]]] += 1
-        return found
+        errors = takewhile(
+            lambda event: event.id > self._since, self._store.events_backwards({"error"})
+        )
+        return sum(
+            event.detail["where"] == "the controller"
+            and "; restarting in" in event.detail["message"]
+            for event in errors
+        )

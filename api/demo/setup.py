@@ -9,7 +9,6 @@ same processes by hand.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import os
 import random
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from api.config.live import overriding
 from api.config.reference import toml_value
 from api.config.tree import Settings, load
 from api.demo.checking import Checks
@@ -33,17 +31,22 @@ from api.demo.state_dir import SETTINGS_FILE, StateDir
 from api.demo.text import SEQUENCE_LENGTH, VOCABULARY, Load, domains_of, standard_domains
 from api.deploy.check import port_refusal
 from api.deploy.deployment import Deployment, resolve, topology_of
-from api.deploy.first_placement import contiguous_placement, record_start
+from api.deploy.first_placement import (
+    check_belongs,
+    contiguous_placement,
+    misfit,
+    record_start,
+    set_static,
+)
 from api.deploy.launch import check_gpus
 from api.deploy.model import accept_checkpoint, model_shape
 from eplb.core.model import ModelShape
-from eplb.core.placement import check_fits
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict
-from eplb.migration.spares import compact
 from eplb.policies.table import policy_named
 from eplb.settings.deployment import numeric_address
 from eplb.settings.loader import COMMAND_DEFAULTS
+from eplb.versions import NAMES
 from rebalance.assembly.config import NetworkConfig
 from rebalance.assembly.description import schema_of
 from rebalance.assembly.rank import new_run_name
@@ -53,14 +56,14 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
 from telemetry.formats.routing import read_expert_ids
+from telemetry.state.holder import is_dead, shown
+from telemetry.state.joining import MISSED_BEATS, heartbeats
 from telemetry.state.store import StateStore, without_password
 
 WINDOW_TOKENS = 16_384  # tokens of a load window if telemetry.window_steps is not set
 SAMPLES_PER_WINDOW = 4
 ENGINE_FILE, FIGURES, RESULTS = "engine.json", "figures", "checks.jsonl"
 BY = "eplb demo"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,39 +125,47 @@ def begin(options: Options, deployment: Deployment, store: StateStore) -> int:
     It is contiguous, or with ``resume`` the one that the last run ended with. What an earlier demo
     in this store had of a secret, a checkpoint and a topology is replaced.
     """
+    check_idle(store)
     committed = store.committed()
     generation = None if committed is None else committed.placement.generation
     model, topology = deployment.model, deployment.topology
     record_start(store, deployment, BY)
     accept_checkpoint(store, deployment.settings.model, BY)
-    live = store.set_static(deployment.static, reason="start of the demo")
-    for one in overriding(live):
-        log.warning("live setting: %s; eplb config --live changes it", one)
+    set_static(store, deployment, "start of the demo")
     if not options.resume:
         start = contiguous_placement(model, topology)
         start = start.with_generation(0 if generation is None else generation + 1)
         reason = "start of the demo: unbalanced, experts in order"
         store.commit(start, expected=generation, reason=reason)
+    elif committed is None:
+        where = deployment.store_shown
+        raise ConfigError(f"{where} holds no placement to resume from, expected one")
     else:
-        if committed is None:
-            raise ConfigError(
-                f"{deployment.store_shown} holds no placement to resume from, expected one"
-            )
-        start = committed.placement
-        found = (start.num_layers, start.num_experts)
-        if found != (model.num_layers, model.num_experts):
-            raise ConfigError(
-                f"the placement in {deployment.store_shown} has {found[0]} layers x {found[1]} "
-                f"experts, expected {model.num_layers} x {model.num_experts} to resume"
-            )
-        check_fits(start, topology)
-        compact(start, topology, deployment.spare_slots)  # refuses a placement without spares
+        check_belongs(store, deployment)
+        if why := misfit(committed.placement, deployment):
+            raise ConfigError(f"the placement in {deployment.store_shown} cannot resume: {why}")
     if store.current_run() is not None:
         # The controller would plan on the load of an earlier demo, which may have had other ranks.
         given = deployment.settings.telemetry
         windows = given.window_steps, given.window_seconds
         begin_run(store, new_run_name(), model, topology, windows)
     return next(iter(store.latest_events(limit=1))).id
+
+
+def check_idle(store: StateStore) -> None:
+    """Refuse a store whose deployment is run: its placement would be replaced under its ranks.
+
+    Raises:
+        ConfigError: a process of the deployment has announced itself lately, and has not ended.
+    """
+    now = store.backend.now()
+    for one in heartbeats(store, now):
+        is_silent = now - one.time > MISSED_BEATS * one.every_s
+        if not (is_silent or is_dead(one.process)):
+            raise ConfigError(
+                f"deployment {store.deployment!r} of this store is run by {shown(one.process)} "
+                f"({NAMES[one.component]}), expected none: end that one, or use another store"
+            )
 
 
 def check_settings(options: Options, settings: Settings) -> None:

@@ -26,7 +26,7 @@ from eplb.errors import ConfigError
 
 VOCABULARY = 4096
 SEQUENCE_LENGTH = 64  # tokens of one sequence of text
-DOMAIN_CHARACTERS = 1_500_000  # of each domain; enough that a minute seldom repeats
+DOMAIN_CHARACTERS = 1_500_000  # a domain has so many: a minute seldom repeats
 PIECE = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 LICENCES = Path("/usr/share/common-licenses")
 MAIN_PART = 0.85  # part of the tokens from the current main domain

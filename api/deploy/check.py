@@ -75,18 +75,18 @@ class Costs:
 
     @property
     def rank(self) -> int:
-        """Of a rank, on its device."""
+        """Bytes of a rank on its device."""
         return self.slots + self.spares + self.staging
 
     @property
     def host(self) -> int:
-        """Of a host's memory."""
+        """Bytes of a host's memory."""
         of_ranks = self.rank * self.num_local_ranks if self.device == "cpu" else 0
         return self.cache + of_ranks
 
     @property
     def pinned(self) -> int:
-        """Of a host's memory, pages that GPUs have registered and that cannot be swapped."""
+        """Bytes of a host's memory that GPUs have registered, and that cannot be swapped."""
         return self.cache if self.device == "cuda" else 0
 
 

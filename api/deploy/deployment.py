@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from rebalance.weights.cache.cache_settings import HostCacheSettings
     from runtime.experts import ExpertSchema
 
-SPOOL_FOLDER = "spool"  # in the state folder
-JOURNAL_FOLDER = "journal"  # in the state folder
+SPOOL_FOLDER = "spool"  # folder in the state folder
+JOURNAL_FOLDER = "journal"  # folder in the state folder
 DEFAULT_REDUNDANCY = 1.25  # slots over experts where topology.slots_per_rank is 0
 
 
@@ -55,12 +55,12 @@ class Deployment:
 
     @property
     def state_dir(self) -> Path:
-        """Of this host."""
+        """The state folder of this host."""
         return self.settings.deployment.state_dir
 
     @property
     def store_url(self) -> str:
-        """Of the store; may hold a password."""
+        """The URL of the store; it may hold a password."""
         return self.settings.deployment.store_url
 
     @property

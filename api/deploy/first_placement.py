@@ -100,19 +100,21 @@ def ensure_first_placement(
     if is_of_ranks and lost_after is None:
         placement, resized = _resize(store, placement, deployment, by, clock)
         did = resized or did
-    elif is_of_ranks and (why := _misfit(placement, deployment)):
+    elif is_of_ranks and (why := misfit(placement, deployment)):
         raise ConfigError(
             f"store: deployment {deployment.name!r} has other ranks now, expected "
             f"{_shown(deployment.topology)} as at the start of this process: {why}"
         )
     if store.live().static != deployment.static:
-        state = store.set_static(
-            deployment.static, reason=f"start with another configuration ({by})"
-        )
-        for one in overriding(state):
-            log.warning("live setting: %s; eplb config --live changes it", one)
+        set_static(store, deployment, f"start with another configuration ({by})")
     record_start(store, deployment, by, clock)
     return placement, did
+
+
+def set_static(store: StateStore, deployment: Deployment, reason: str) -> None:
+    """Store the static layer of the live settings; warn of each live value that wins over it."""
+    for one in overriding(store.set_static(deployment.static, reason=reason)):
+        log.warning("live setting: %s; eplb config --live changes it", one)
 
 
 def _resize(
@@ -125,7 +127,7 @@ def _resize(
     before = topology_from_dict(dict(run.topology)) if run is not None else now
     has_served = before.num_slots == placement.num_slots
     is_same = np.array_equal(before.slots_of_rank, now.slots_of_rank) or not has_served
-    if is_same and not _misfit(placement, deployment):
+    if is_same and not misfit(placement, deployment):
         return placement, ""
     if any(one.component == RANKS for one in serving(store, clock())):
         raise StoreError(
@@ -255,7 +257,7 @@ def last_start(store: StateStore) -> Event | None:
     return next(store.events_backwards({START_EVENT}), None)
 
 
-def _misfit(placement: Placement, deployment: Deployment) -> str:
+def misfit(placement: Placement, deployment: Deployment) -> str:
     """Why the ranks of a deployment cannot serve a placement; "": they can."""
     try:
         check_fits(placement, deployment.topology)

@@ -49,8 +49,8 @@ from telemetry.state.joining import Heartbeat, check_alone, check_versions, serv
 from telemetry.state.store import StateStore
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
-TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # until a wait is reported first; between two reports
-LOOK_S = 1.0  # from one look at the ranks that should serve to the next, while one does not run
+TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # length of a wait that is reported; between two reports
+LOOK_S = 1.0  # interval of looks at which ranks should serve, while one does not run
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
 NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
 
@@ -440,7 +440,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         ranks = LocalRanks(launch.command, environs, program=program, joins=prepared.joins)
         heart.start()  # a thread: not before the fork
         notifier.ready()
-        notifier.status("")  # what ended the ranks before is over
+        notifier.status("")  # the reason of the last restart is over
 
         def look(ranks: LocalRanks = ranks) -> None:
             notifier.alive()
@@ -448,7 +448,7 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
                 waits.note(ranks.waits_for)
             for rank in rejoins.due(ranks) if not stop.received else ():
                 say(f"rank {rank} is started, to join those that serve")
-                heart.stop()  # for the fork, as the next line
+                heart.stop()  # no thread and no open store may cross the fork
                 excluded.close()
                 ranks.join(rank, launch.environment(rank_file, rank, [rank], joins=True))
                 heart.start()

@@ -129,16 +129,16 @@ class LocalRanks:
     ) -> None:
         self._halt_deadline_s, self._exit_deadline_s = halt_deadline_s, exit_deadline_s
         self._processes: dict[int, RankProcess] = {}
-        self._notices, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # what ranks report
+        self._notices, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # pipe of the ranks' reports
         self._ends = [self._notices, theirs]
         self._halted: set[int] = set()  # ranks that have left their serving loops
-        self._late: set[int] = set()  # of these, ranks that were killed because they did not exit
+        self._late: set[int] = set()  # halted ranks that were killed because they did not exit
         # Ranks without which the others serve on: dead, excluded, retired, or not admitted yet.
         self._lost: set[int] = set(environs) if joins else set()
         self._excluded: set[int] = set()  # lost ranks that the latest recovery record excludes
         self._starting = set(environs)  # ranks that have not served yet
-        self._run = ""  # that they begin, or serve in
-        self._serves_on = joins  # in a run that is not that of their start
+        self._run = ""  # name of the run that the ranks begin, or serve in
+        self._serves_on = joins  # whether the ranks serve in a later run than that of their start
         # What a rank that starts waits for, or why its start failed; "": all serve.
         self.waits_for: str | None = None
         self._named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}

@@ -25,7 +25,7 @@ from telemetry.state.store import StateStore
 if TYPE_CHECKING:
     from runtime.experts import ExpertSchema
 
-TRANSFORMERS = "transformers"  # of model.layout
+TRANSFORMERS = "transformers"  # a value of model.layout
 OWN_PRECISION = "bfloat16"  # precision of eplb's own layout if none is set
 CHECKPOINT_EVENT = "checkpoint"
 # The store forgets old events: a start writes the identity again after so many others.

@@ -7,7 +7,7 @@ all leads, and every API shows the same store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from socket import socket
@@ -20,8 +20,9 @@ from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals
 from api.processes.commands import Commands, Notifier, once_reached, set_title, settle
-from api.processes.supervision import Kill, Supervisor, note_in
+from api.processes.supervision import note_in
 from eplb import versions
+from eplb.errors import ConfigError
 from eplb.settings.deployment import numeric_address
 from rebalance.weights.link.secret import METRICS_TOKEN_FILE, TOKEN_FILE, write_token
 from telemetry import deployments_of, open_store
@@ -43,7 +44,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         say: prints a line for operators.
 
     Raises:
-        EplbError: it cannot start; nothing is left running.
+        EplbError: it cannot start, or an HTTP service ended; nothing is left running.
     """
     set_title("serve")
     stop, notifier = StopSignals(), Notifier()
@@ -72,12 +73,12 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         if (started := once_reached(first, stop, notifier, tell)) is None:
             return
         placement, did = started
-        supervisor = Supervisor(deployment.settings.supervision)
+        commands = Commands(deployment.settings.supervision, note_in(store))
         token = secret.http_token
         app = create_app(
             store,
             metrics_level=http.metrics_level,
-            supervision=supervisor.view,
+            supervision=commands.view,
             token=token,
             state_dir=state_dir,
             is_watching=True,
@@ -93,17 +94,16 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         )
         service.start()
         stack.callback(service.stop)
-        services, metrics_token_file = {"the HTTP service": service}, None
+        services, metrics_token_file = [service], None
         if bound_metrics is not None:
             path = state_dir / METRICS_TOKEN_FILE
             metrics_token_file = write_token(secret.metrics_token, path)
             metrics = _metrics_service(deployment, app.state.deployments, bound_metrics)
             metrics.start()
             stack.callback(metrics.stop)
-            services["the service of /metrics"] = metrics
-        helpers = Helpers(store, supervisor, controller, services)
-        stack.callback(helpers.end)
-        helpers.start()
+            services.append(metrics)
+        stack.callback(commands.end_all)  # the controller gives its lease up
+        commands.add("the controller", "controller", controller)
         say(f"eplb serve: {service.url}")
         if token_file is not None:
             say(f"eplb serve: the token of the HTTP service is in {token_file}")
@@ -118,7 +118,10 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         notifier.ready()
         settle()
         while not stop.received:
-            helpers.look()
+            commands.look(POLL_S)
+            for one in services:
+                if not one.is_alive:
+                    raise ConfigError(f"the HTTP service on {one.url} exited unexpectedly")
             notifier.alive()
 
 
@@ -166,55 +169,3 @@ def _metrics_service(deployment: Deployment, shown: Deployments, bound: socket) 
         certificate=http.certificate,
         bound=bound,
     )
-
-
-class Helpers:
-    """The supervised parts of ``eplb serve``: its controller and its HTTP services, by name."""
-
-    def __init__(
-        self,
-        store: StateStore,
-        supervisor: Supervisor,
-        controller: Sequence[str],
-        services: Mapping[str, HttpService],
-    ) -> None:
-        self._supervisor, self._controller = supervisor, controller
-        self._commands = Commands(supervisor, note_in(store))
-        self._http = [
-            (
-                one,
-                supervisor.supervise(
-                    name, "http", partial(_started, one), note_in(store), reports_progress=False
-                ),
-            )
-            for name, one in services.items()
-        ]
-
-    def start(self) -> None:
-        """Start all of them."""
-        self._commands.add("the controller", "controller", self._controller)
-        for _, supervised in self._http:
-            supervised.begin()
-
-    def look(self) -> None:
-        """Handle reports and exits, and restart what is due; takes a moment at most.
-
-        Raises:
-            CommandEnded: the controller refused to start.
-        """
-        self._commands.look(POLL_S)
-        for service, supervised in self._http:
-            if supervised.is_up and not service.is_alive:
-                supervised.ended(f"{supervised.name} exited unexpectedly")
-            elif supervised.is_up:
-                supervised.reported()
-
-    def end(self) -> None:
-        """End the controller, which gives its lease up."""
-        self._commands.end_all()
-
-
-def _started(service: HttpService) -> Kill:
-    if not service.is_alive:
-        service.start()
-    return service.stop

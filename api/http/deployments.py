@@ -35,7 +35,7 @@ from telemetry.state.store import StateStore
 PREFIX = "/deployments/"
 MOST = 64  # each takes a thread and some megabytes
 LOOK_S = 5.0  # after which the store is looked at for deployments that are new in it
-STOP_DEADLINE_S = 5.0  # of all readers together
+STOP_DEADLINE_S = 5.0  # deadline for all readers together
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Others:
     """Deployments that are shown beside the service's own."""
 
     names: Callable[[], Sequence[str]]  # raises EplbError where the store cannot be read
-    open_store: Callable[[str], StateStore]  # of a name; raises EplbError
+    open_store: Callable[[str], StateStore]  # opens the store of a name; raises EplbError
 
 
 class Deployments:

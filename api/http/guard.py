@@ -28,9 +28,9 @@ class HttpLimits:
     """Limits of connections and of requests."""
 
     max_connections: int = 256
-    max_requests: int = 32  # in progress; anyio has 40 threads: no request waits for a thread
+    max_requests: int = 32  # requests in progress; anyio has 40 threads: none waits for a thread
     max_body_bytes: int = 65_536
-    request_deadline_s: float = 10.0  # for all of a request, headers and body
+    request_deadline_s: float = 10.0  # deadline for headers and body of a request
     # Streams of events take no thread; they must leave connections for requests.
     max_streams: int = 128
     stream_s: float = 600.0  # then a stream ends, and its client connects again

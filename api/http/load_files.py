@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
@@ -106,31 +105,6 @@ def load_file(
         raise
     finally:
         _making.release()
-
-
-def accepted(accept: str) -> Format:
-    """Return the first format that an Accept header names, the best first.
-
-    Raises:
-        Refused: it names none.
-    """
-    asked = list[tuple[float, str]]()
-    for part in accept.split(",")[:20]:
-        kind, *parameters = (word.strip() for word in part.split(";"))
-        quality = next((one[2:] for one in parameters if one.startswith("q=")), "1")
-        try:
-            weight = float(quality)
-        except ValueError:
-            weight = math.nan
-        if weight > 0:
-            asked.append((-weight, kind.lower()))
-    for _, kind in sorted(asked, key=lambda one: one[0]):
-        for name, media_type in MEDIA_TYPES.items():
-            if kind in (media_type, "*/*", media_type.partition("/")[0] + "/*"):
-                return name
-    known = ", ".join(MEDIA_TYPES.values())
-    why = f"Accept is {accept[:100]!r}, expected one of: {known}"
-    raise Refused(ProblemType.NOT_ACCEPTABLE, why)
 
 
 def _written(file: IO[bytes], rows: Iterable[LoadRow], of: Of, form: Format) -> Written:

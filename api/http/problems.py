@@ -34,7 +34,6 @@ class ProblemType(Enum):
     NO_SUCH_EXPERT = 404, "No such expert", "the model has no such layer or expert"
     NO_SUCH_RANK = 404, "No such rank", "the current run has no rank of this number"
     METHOD_NOT_ALLOWED = 405, "Method not allowed", "the route has other methods: see `Allow`"
-    NOT_ACCEPTABLE = 406, "Not acceptable", "`Accept` names no format of the load matrix"
     REQUEST_TOO_SLOW = (
         408,
         "Request too slow",

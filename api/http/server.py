@@ -77,9 +77,8 @@ class HttpService:
             ssl_certfile=certificate.chain if certificate else None,
             ssl_keyfile=certificate.key if certificate else None,
         )
-        self._config, self._server = config, _Server(config, limits)
+        self._server = _Server(config, limits)
         self._streams: Deployments | None = app.state.streams
-        self._limits = limits
         self._bound = bound
         self._thread: threading.Thread | None = None
 
@@ -95,10 +94,9 @@ class HttpService:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Bind, and return once requests are answered. Again, when its thread has ended."""
-        self._server = _Server(self._config, self._limits)
+        """Bind, and return once requests are answered."""
         bound = self._bound or bound_socket(self._host, self._port)
-        self._bound, self._port = None, bound.getsockname()[1]
+        self._port = bound.getsockname()[1]
         self._thread = threading.Thread(
             target=self._server.run, args=([bound],), name="eplb-http", daemon=True
         )

@@ -121,7 +121,7 @@ End = Meaning("seconds since the epoch, not included; null: now", at_least=0, at
 @operation(
     f"GET {V1}/load/matrix",
     answer="api.http.load_files:LoadMatrix",
-    problems=(ProblemType.NOT_ACCEPTABLE, ProblemType.OTHER_SHAPE, ProblemType.TOO_MUCH_LOAD),
+    problems=(ProblemType.OTHER_SHAPE, ProblemType.TOO_MUCH_LOAD),
     media_types={
         JSON: {},
         "application/x-npy": {"type": "string"},
@@ -139,20 +139,16 @@ def load_matrix(
     phase: Annotated[
         Literal["prefill", "decode", "mixed"] | None, Meaning("load of this phase; null: of each")
     ] = None,
-    format: Annotated[
-        Literal["json", "npy", "csv"] | None,
-        Meaning("null: by the header Accept, JSON where it names none"),
-    ] = None,
+    format: Annotated[Literal["json", "npy", "csv"], Meaning("of the answer")] = "json",
 ) -> Raw:
     """Load over a range of time as a matrix. By expert or by rank: windows of samples, and roll-ups
     of a minute or an hour before them. `windows` gives time, seconds, first and last step,
     generation and missing ranks of each row.
     """
-    from api.http.load_files import accepted, load_file
+    from api.http.load_files import load_file
 
-    form = format or accepted(call.request.headers.get("accept", "*/*"))
-    made = load_file(call.store, form, of, since=since, until=until, phase=phase)
-    call.headers |= {"Content-Length": str(made.num_bytes), "Vary": "Accept"}
+    made = load_file(call.store, format, of, since=since, until=until, phase=phase)
+    call.headers["Content-Length"] = str(made.num_bytes)
     return Raw(made.chunks(), made.media_type)
 
 

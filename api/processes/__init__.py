@@ -1,1 +1,1 @@
-"""Commands as child processes: start, reports, supervision, the deployment lease."""
+"""Commands as child processes: start, reports and supervision."""

@@ -33,7 +33,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from api.interrupts import StopSignals
-from api.processes.supervision import REPORT_PERIOD_S, Kill, Note, Supervised, Supervisor
+from api.processes.supervision import (
+    REPORT_PERIOD_S,
+    Kill,
+    Note,
+    Supervised,
+    SupervisionSettings,
+    SupervisionView,
+)
 from eplb.errors import ConfigError, EplbError, StoreError
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # environment variable that sd_notify(3) reads
@@ -249,12 +256,12 @@ class Commands:
     """The commands of one process: ``look`` handles reports and exits, and restarts what is due.
 
     Args:
-        supervisor: decides about restarts.
+        settings: of their restarts.
         note: stores an event.
     """
 
-    def __init__(self, supervisor: Supervisor, note: Note) -> None:
-        self._supervisor, self._note = supervisor, note
+    def __init__(self, settings: SupervisionSettings, note: Note) -> None:
+        self._settings, self._note = settings, note
         self._commands: list[Command] = []
         self._is_ending = False
 
@@ -273,7 +280,7 @@ class Commands:
             ConfigError: it cannot be started.
         """
         command = Command(words, environ, comes_back)
-        command.supervised = self._supervisor.supervise(name, kind, command.start, self._note)
+        command.supervised = Supervised(name, kind, command.start, self._note, self._settings)
         self._commands.append(command)
         command.supervised.begin()
         return command
@@ -295,7 +302,12 @@ class Commands:
         for command in self._commands:
             self._handle(command)
         if not self._is_ending:
-            self._supervisor.check()
+            for command in self._commands:
+                command.supervised.check()
+
+    def view(self) -> SupervisionView:
+        """Return the present state of each; any thread may ask."""
+        return SupervisionView(tuple(one.supervised.view() for one in list(self._commands)))
 
     def _handle(self, command: Command) -> None:
         if command.process is None:
@@ -310,11 +322,8 @@ class Commands:
                 command.supervised.reported()
         if not has_ended:
             return
-        how, status, supervised = (
-            command.exit_text(),
-            command.process.returncode,
-            command.supervised,
-        )
+        supervised = command.supervised
+        how, status = command.exit_text(), command.process.returncode
         try:
             if status >= 0 and not self._is_ending:
                 is_refusal = status == REFUSED and not supervised.was_ready

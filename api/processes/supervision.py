@@ -1,4 +1,4 @@
-"""Supervises processes that may be restarted: controller, HTTP service, commands of a demo.
+"""Supervises processes that may be restarted: a controller, the commands of a demo.
 
     STARTING --report--> RUNNING --no report within deadline--> SIGKILL
        ^                    |                                      |
@@ -142,10 +142,10 @@ class ProcessView:
     """State of a process for metrics and readiness."""
 
     name: str
-    kind: Annotated[str, Meaning("controller, host_cache, http and others", example="controller")]
+    kind: Annotated[str, Meaning("controller, host_cache and others", example="controller")]
     state: ProcessState
     report_age_s: Annotated[
-        float | None, Meaning("time since its last report, over restarts; null: it sends none")
+        float | None, Meaning("time since its last report, over restarts; null: none yet")
     ]
     is_late: Annotated[bool, Meaning("it has not reported for half of the deadline")]
     restarts: Annotated[int, Meaning("restarts since the deployment was started")]
@@ -170,7 +170,6 @@ class Supervised:
         kind: the label of metrics.
         start: starts one more, and returns what ends it at once, even where it hangs.
         note: stores an event.
-        reports_progress: whether it reports progress; otherwise only its exit is detected.
     """
 
     def __init__(
@@ -181,11 +180,10 @@ class Supervised:
         note: Note,
         settings: SupervisionSettings,
         *,
-        reports_progress: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self.name, self._kind, self._start, self._note = name, kind, start, note
-        self._settings, self._reports_progress, self._clock = settings, reports_progress, clock
+        self._settings, self._clock = settings, clock
         self._restarts = Restarts(settings.process_restarts, settings, clock)
         self.state, self.restarts, self.was_ready = ProcessState.DOWN, 0, False
         self._kill: Kill | None = None
@@ -267,8 +265,6 @@ class Supervised:
             self.ended(f"{self.name} could not be started: {exc}")
 
     def _end_if_hung(self, kill: Kill, now: float) -> None:
-        if not self._reports_progress:
-            return
         is_starting = self.state is ProcessState.STARTING
         limit_s = self._settings.start_deadline_s if is_starting else self._settings.hung_after_s
         since = self._progressed if is_starting or self._reported is None else self._reported
@@ -287,7 +283,7 @@ class Supervised:
     def view(self) -> ProcessView:
         """Return the present state."""
         age_s = None
-        if self._reports_progress and self._reported is not None:
+        if self._reported is not None:
             age_s = max(0.0, self._clock() - self._reported)
         is_late = age_s is not None and age_s >= self._settings.hung_after_s / 2
         return ProcessView(
@@ -300,42 +296,3 @@ class Supervised:
             self._reason,
             self._work,
         )
-
-
-class Supervisor:
-    """All supervised processes. Any thread may call ``view``."""
-
-    def __init__(self, settings: SupervisionSettings, clock: Clock = time.monotonic) -> None:
-        self.settings, self.clock = settings, clock
-        self.processes: list[Supervised] = []
-
-    def supervise(
-        self,
-        name: str,
-        kind: str,
-        start: Callable[[], Kill],
-        note: Note,
-        *,
-        reports_progress: bool = True,
-    ) -> Supervised:
-        """Supervise one more; see ``Supervised``."""
-        process = Supervised(
-            name,
-            kind,
-            start,
-            note,
-            self.settings,
-            reports_progress=reports_progress,
-            clock=self.clock,
-        )
-        self.processes.append(process)
-        return process
-
-    def check(self) -> None:
-        """Kill what hangs, restart what is due."""
-        for process in self.processes:
-            process.check()
-
-    def view(self) -> SupervisionView:
-        """Return the present state."""
-        return SupervisionView(tuple(process.view() for process in list(self.processes)))

@@ -53,8 +53,7 @@ class Planter:
     def __init__(self, rank: int, case: str, folder: Path) -> None:
         file = folder / f"eplb-{rank}.toml"
         file.write_text(
-            '[deployment]\nname = "trust"\n[engine]\nplan = false\ntap = false\n'
-            'records = "off"\npreflight = "off"\n'
+            '[deployment]\nname = "trust"\n[engine]\nplan = false\ntap = false\nrecords = "off"\n'
         )
         settings = settings_of({"EPLB_CONFIG": str(file)})
         assert settings is not None

@@ -132,6 +132,7 @@ class Case:
             "gap_s": round(max(b - a for a, b in gaps(host.tokens(), begun, ended, 0.0)), 2),
             "maps": different_maps(served)[:5],
             "lost": sorted(self._lost),
+            "kept": self._kept,
             "ended": [name for name, one in host.processes.items() if not one.is_up],
             "seconds": round(ended - begun, 1),
             **self.changes(served, begun, wall),

@@ -37,7 +37,8 @@ from rebalance.stage.digest_table import agree_on_digests
 from rebalance.stage.share import RankSlots
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import Record, StepCounter
-from rebalance.weights.sources import HostMemory, MappedSlots, WeightSources, map_peers
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.sources import MappedSlots, WeightSources, map_peers
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group import gathered
@@ -116,7 +117,7 @@ class BigRank:
         """Experts into each rank of the group, in each layer of a migration."""
         return MOVES // self.shapes.ranks_per_gpu
 
-    def sources(self, host: HostMemory | None = None) -> WeightSources:
+    def sources(self, host: HostCacheClient | None = None) -> WeightSources:
         """Make sources that read peers and ``host``, with streams of their own.
 
         Args:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -106,15 +106,6 @@ class Child:
 def preload_modules(*names: str) -> None:
     """Import these modules once in the fork server, instead of in each child."""
     get_context("forkserver").set_forkserver_preload(list(names))
-
-
-def import_for_children() -> None:
-    """Import the named modules now; children ignore what a terminal sends to all processes."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _run_child(

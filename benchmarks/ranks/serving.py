@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from api.demo.engine import Model, make_model
 from benchmarks.publishing import Publisher
 from benchmarks.ranks.children import Child, Parent
-from benchmarks.ranks.soak_readings import Level, Progress, Reservoir, progress_line
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
@@ -196,11 +195,9 @@ def received_message(child: Child, kind: str, silence_s: float) -> Any:
     Raises:
         SystemExit: it was silent for longer, or has ended or failed.
     """
-    message: tuple[str, Any] | None = ("progress", None)
-    while message is not None and message[0] == "progress":
-        if not child.messages.poll(silence_s):
-            raise SystemExit(f"{child.name} sent no {kind} in {silence_s:.0f} s")
-        message = child.receive()
+    if not child.messages.poll(silence_s):
+        raise SystemExit(f"{child.name} sent no {kind} in {silence_s:.0f} s")
+    message = child.receive()
     if message is None or message[0] != kind:
         child.process.join(2)
         raise SystemExit(f"{child.name} sent {message}: {child.exit_text()}")
@@ -287,9 +284,9 @@ def replaceable(layer: NDArray[np.int32], span: slice, num_experts: int) -> int 
 
 
 BEGIN_DEADLINE_S = 120.0
-TELL_EVERY_S = 1.0
 WARM_UP_STEPS = 100  # whose times are not kept
 KEPT_STEPS = 20_000  # times of a rank; of more steps than that it is a seeded sample
+MIB = 1 << 20
 FIRST_PERCENT = 10  # memory is read from here on: before, caches fill
 
 
@@ -316,14 +313,62 @@ class Decode:
     precision: str
     length: Length
     swap_every: int  # steps; 0: a migration at every opportunity
-    progress_every_s: float  # between two lines on the error stream
+
+
+class Reservoir:
+    """A sample of all values that came: every one is in it with the same chance.
+
+    Until ``capacity`` values have come it holds all of them. After that a new one takes the place
+    of a random one with the chance capacity / values so far: Vitter's Algorithm R ("Random Sampling
+    with a Reservoir", 1985).
+    """
+
+    def __init__(self, capacity: int, *, seed: int) -> None:
+        self.values: list[float] = []
+        self.num_seen = 0
+        self._capacity, self._random = capacity, Random(seed)
+
+    def add(self, value: float) -> None:
+        """Take one value in, or leave it."""
+        self.num_seen += 1
+        if len(self.values) < self._capacity:
+            self.values.append(value)
+            return
+        place = self._random.randrange(self.num_seen)
+        if place < self._capacity:
+            self.values[place] = value
+
+
+@dataclass
+class Level:
+    """The first, the highest and the last of many readings: a slow leak shows, a peak too."""
+
+    first: int = 0
+    highest: int = 0
+    last: int = 0
+    num_readings: int = 0
+
+    def note(self, reading: int) -> None:
+        """Take one more."""
+        if not self.num_readings:
+            self.first = self.highest = reading
+        self.highest, self.last = max(self.highest, reading), reading
+        self.num_readings += 1
+
+    @property
+    def rise(self) -> int:
+        """How far it was above the first, at its highest."""
+        return self.highest - self.first
 
 
 @dataclass(frozen=True)
 class Served:
     """What a rank found."""
 
-    progress: Progress
+    steps: int
+    migrations: int
+    num_looks: int  # at live slots; 0: they are looked at only at the end
+    num_wrong: int
     captures: int | None  # of graphs; None: there are none
     num_swaps: int
     pauses_ms: list[float]  # of the latest swaps
@@ -345,9 +390,8 @@ def run_decode(parent: Parent, plan: RankPlan, rank: int, wanted: Decode) -> Non
         BrokenGroup: a peer is dead or late.
         EplbError: the publisher stopped, so that nothing moves any more.
     """
-    begun, is_halting = threading.Event(), threading.Event()
-    commands = {"begin": begun, "halt": is_halting}
-    parent.receive_commands(lambda command: commands[command[0]].set())
+    begun = threading.Event()
+    parent.receive_commands(lambda _: begun.set())
     built = build_bench_rank(plan, rank)
     parent.send("ready")
     if not begun.wait(BEGIN_DEADLINE_S):
@@ -355,11 +399,11 @@ def run_decode(parent: Parent, plan: RankPlan, rank: int, wanted: Decode) -> Non
     publisher = None
     if rank == 0:
         publisher = publisher_of(plan, lambda: built.passes.steps, wanted.swap_every)
-    watch = Watch(parent, built, rank, wanted)
+    watch = Watch(built, rank, wanted.length)
     built.agent.start()
     if publisher is not None:
         publisher.want(True)
-    serve(plan, rank, watch, publisher, is_halting)
+    serve(plan, rank, watch, publisher)
     if publisher is not None:
         publisher.close()
     watch.memory.note(used_memory(built))
@@ -370,19 +414,16 @@ def run_decode(parent: Parent, plan: RankPlan, rank: int, wanted: Decode) -> Non
 class Watch:
     """What a rank finds out about itself while it serves; it takes no more memory after an hour."""
 
-    def __init__(self, parent: Parent, built: Rank, rank: int, wanted: Decode) -> None:
+    def __init__(self, built: Rank, rank: int, length: Length) -> None:
         self.built, self.memory = built, Level()
         self.is_over = False
-        self._parent, self._rank, self._length = parent, rank, wanted.length
-        self._since = time.monotonic()
-        self._print_every_s, self._print_at = wanted.progress_every_s, self._since
+        self._length, self._since = length, time.monotonic()
         self._step_us = Reservoir(KEPT_STEPS, seed=rank)
         self._placement = built.agent.placement
         self._num_swaps = self._num_looks = self._num_wrong = self._percent = 0
-        self._tell_at = self._since
 
     def after_step(self, took_us: float, in_flight: Completion) -> None:
-        """Take in what one step took; look around where a percent or a second is over."""
+        """Take in what one step took; look around where a percent is over."""
         steps, agent = self.built.passes.steps, self.built.agent
         if steps > WARM_UP_STEPS:
             self._step_us.add(took_us)
@@ -394,34 +435,16 @@ class Watch:
         if int(100 * part) > self._percent:
             self._percent = int(100 * part)
             self._at_percent(in_flight)
-        if self._rank == 0:
-            self._tell(time.monotonic())
-
-    def progress(self) -> Progress:
-        """How far this rank has come."""
-        return Progress(
-            self.built.passes.steps,
-            self.built.agent.figures.rebalances,
-            self._num_looks,
-            self._num_wrong,
-            used_memory(self.built),
-        )
-
-    def _tell(self, now: float) -> None:
-        if now >= self._tell_at:
-            self._tell_at = now + TELL_EVERY_S
-            self._parent.send("progress")
-        if now >= self._print_at:
-            self._print_at = now + self._print_every_s
-            words = progress_line(now - self._since, self.progress())
-            print(words, file=sys.stderr, flush=True)
 
     def served(self) -> Served:
         """All of it, once serving has ended."""
         figures, detail = self.built.agent.figures, self.built.agent.describe().detail
         _, wrong_at_end = look_at_slots(self.built)
         return Served(
-            self.progress(),
+            self.built.passes.steps,
+            figures.rebalances,
+            self._num_looks,
+            self._num_wrong,
             captures=getattr(self.built.model, "num_captures", None),
             num_swaps=self._num_swaps,
             pauses_ms=figures.swap_pauses_ms,
@@ -450,7 +473,6 @@ def serve(
     rank: int,
     watch: Watch,
     publisher: Publisher | None,
-    is_halting: threading.Event,
 ) -> None:
     """Step until all ranks have agreed to end; the host is one step ahead of the device at most."""
     built, is_cuda = watch.built, plan.deployment.device == "cuda"
@@ -466,7 +488,7 @@ def serve(
         watch.after_step((time.perf_counter() - started) * 1e6, in_flight)
         if publisher is not None:
             publisher.check()
-        if watch.is_over or is_halting.is_set():
+        if watch.is_over:
             built.agent.request_halt()
     built.agent.wait(in_flight)
 

@@ -1,12 +1,10 @@
-"""Decode steps of real ranks under random migrations: the processes, their progress, their rows.
+"""Decode steps of real ranks under random migrations: the processes and their rows.
 
-Real ranks, agents, votes, store and host cache; only the plans are random. Rank 0 prints how far
-it is; SIGINT or SIGTERM has the ranks halt together, and the rows are those of what was reached.
+Real ranks, agents, votes, store and host cache; only the plans are random.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from collections import Counter
@@ -14,14 +12,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from types import FrameType, TracebackType
 from typing import Any
 
-from benchmarks.ranks.children import Child, import_for_children
+from benchmarks.ranks.children import Child
 from benchmarks.ranks.serving import (
     FIRST_PERCENT,
+    MIB,
     WARM_UP_STEPS,
     Decode,
+    Level,
     Served,
     begin_run,
     plan_of,
@@ -29,58 +28,19 @@ from benchmarks.ranks.serving import (
     run_decode,
     run_host_cache,
 )
-from benchmarks.ranks.soak_readings import MIB, Level
 from benchmarks.result_table import Row
 
 START_DEADLINE_S = 240.0
-SILENCE_S = 90.0  # silence that ends a run; rank 0 prints each second, a vote may wait 30
+SILENCE_S = 90.0  # beyond the length of a run; a vote may wait 30
 END_DEADLINE_S = 30.0  # a rank hands its last samples over first
 GRACE_S = 2.0  # after a first failure, for reports of the others
 
 
-class Interrupts:
-    """Takes SIGINT and SIGTERM, and has the ranks halt in order.
-
-    Processes that are started in its ``with`` block ignore SIGTERM (and SIGINT, by
-    ``benchmarks.ranks.children``): ``timeout`` and service managers send it to the whole group, and
-    ranks that exit by it could report nothing.
-    """
-
-    def __init__(self) -> None:
-        self.found: signal.Signals | None = None
-        self.ranks: list[Child] = []  # that serve
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        import_for_children()  # the server that forks them starts now, and what it ignores they do
-        signal.signal(signal.SIGTERM, self._halt)
-        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._halt)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _halt(self, number: int, frame: FrameType | None) -> None:
-        if self.found is not None:
-            return  # a group is often sent the same twice
-        self.found = signal.Signals(number)
-        if not self.ranks:
-            raise SystemExit(f"{self.found.name} before the ranks served: nothing to report")
-        print(f"{self.found.name}: the ranks are asked to halt", file=sys.stderr, flush=True)
-        for child in self.ranks:
-            child.command("halt")
-
-
-def measure_decode(wanted: Decode, interrupts: Interrupts) -> list[Row]:
+def measure_decode(wanted: Decode) -> list[Row]:
     """Start everything, serve, end everything; return the rows.
 
     Raises:
-        SystemExit: a process failed or was silent, in its words; or interrupted before the ranks
-            served.
+        SystemExit: a process failed or was silent, in its words.
     """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -103,11 +63,11 @@ def measure_decode(wanted: Decode, interrupts: Interrupts) -> list[Row]:
         ranks = [start(f"rank {r}", run_decode, plan, r, wanted) for r in range(wanted.num_ranks)]
         for child in ranks:
             received_message(child, "ready", START_DEADLINE_S)
-        interrupts.ranks = ranks
         for child in ranks:
             child.command("begin")
         try:
-            reports = [received_message(child, "served", SILENCE_S) for child in ranks]
+            deadline_s = wanted.length.seconds + SILENCE_S
+            reports = [received_message(child, "served", deadline_s) for child in ranks]
         except SystemExit:
             for child in ranks:  # peers of a failed rank fail too, and may be heard first
                 while child.messages.poll(GRACE_S) and (message := child.receive()) is not None:
@@ -125,11 +85,11 @@ def rows_of(reports: Sequence[Served], wanted: Decode) -> list[Row]:
     """Sum the ranks' reports up."""
     first, moved = reports[0], sum(report.experts_moved for report in reports)
     from_peers = sum(report.bytes_by_source.get("peer", 0) for report in reports)
-    what = f"{first.progress.steps} {wanted.precision} decode steps, a swap every"
+    what = f"{first.steps} {wanted.precision} decode steps, a swap every"
     return [
         (
             f"{what} {wanted.swap_every} or as soon as done",
-            f"{first.num_swaps} swaps in {first.progress.migrations} migrations,"
+            f"{first.num_swaps} swaps in {first.migrations} migrations,"
             f" {moved} experts moved, {from_peers / 1e9:.1f} GB from peers",
             "-",
         ),
@@ -145,9 +105,9 @@ def byte_rows(reports: Sequence[Served]) -> list[Row]:
     """Wrong bytes: at the end, and, where anybody looked, meanwhile."""
     wrong_at_end = sum(report.wrong_at_end for report in reports)
     rows = [("slots with wrong bytes at the end", f"{wrong_at_end}", "0")]
-    looks = sum(report.progress.num_looks for report in reports)
+    looks = sum(report.num_looks for report in reports)
     if looks:
-        wrong = sum(report.progress.num_wrong for report in reports)
+        wrong = sum(report.num_wrong for report in reports)
         rows.append(("  meanwhile, at every percent", f"{wrong} in {looks} looks", "0"))
     found = sum((Counter(dict(report.scrubbed)) for report in reports), Counter[str]())
     if found.total():

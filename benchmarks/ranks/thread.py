@@ -6,9 +6,8 @@
 
 On GPUs it needs that many of one host, and deep_ep. Prints one table; losing rows too. Seeded.
 
-A soak looks at the bytes of all live slots at every percent, keeps a bounded sample of step times,
-and says every minute on the error stream how far it is. SIGINT or SIGTERM ends it in order: the
-ranks halt together, the rows are of what was reached, and the status is 128 + the signal.
+A soak looks at the bytes of all live slots at every percent, and keeps a bounded sample of step
+times.
 
     soak     the processes and their rows
     serving  one rank that serves, and what is migrated
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks.children import preload_modules
 from benchmarks.ranks.serving import Decode, Length
-from benchmarks.ranks.soak import Interrupts, measure_decode
+from benchmarks.ranks.soak import measure_decode
 from benchmarks.result_table import Row, keep, show
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -160,7 +159,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="in place of steps: a soak")
     parser.add_argument("--swap-every", type=int, default=50)
     parser.add_argument("--precision", default="", help="bfloat16 or fp8, on cuda")
-    parser.add_argument("--progress-every", type=float, default=60.0, help="seconds")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     is_cuda, rows = given.device == "cuda", list[Row]()
@@ -173,15 +171,11 @@ def main() -> None:
         given.precision or ("bfloat16" if is_cuda else "float32"),
         Length(given.steps or (10_000 if is_cuda else 1_000), given.seconds),
         given.swap_every,
-        given.progress_every,
     )
     preload_modules("benchmarks.ranks.serving")
-    with Interrupts() as interrupts:
-        rows += measure_decode(wanted, interrupts)
-        show(rows, max(len(row[0]) for row in rows))
-        keep(rows, given.json)
-    if interrupts.found is not None:
-        raise SystemExit(128 + interrupts.found)
+    rows += measure_decode(wanted)
+    show(rows, max(len(row[0]) for row in rows))
+    keep(rows, given.json)
 
 
 if __name__ == "__main__":

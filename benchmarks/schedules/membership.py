@@ -126,7 +126,7 @@ class Group(Votes):
         """Say whether every rank has voted, or one never will."""
         return len(self._ballots[number]) == self.num_ranks or self.is_broken
 
-    def gathered(self, mine: Any, rank: int) -> list[Any]:
+    def gathered(self, mine: Any, rank: int, check: Callable[[], None] = lambda: None) -> list[Any]:
         """As ``runtime.group.gathered``; after a loss it may have ended for some of them alone."""
         number = self._num_sent[rank]
         self._num_sent[rank] += 1
@@ -137,6 +137,8 @@ class Group(Votes):
 
         def is_over() -> bool:
             has_all = len(messages) == self.num_ranks
+            if not has_all:
+                check()
             return has_all or self.is_broken or self.has_lost_patience()
 
         wait_until(is_over)
@@ -153,6 +155,15 @@ class GroupOf:
 
     group: Group
     rank: int
+
+    def allreduce(self, tables: Sequence[torch.Tensor], _: object) -> Callable[..., None]:
+        """As that of a group, with MIN; gives what waits for it."""
+
+        def wait(check: Callable[[], None]) -> None:
+            every = self.group.gathered(tables[0].clone(), self.rank, check)
+            tables[0].copy_(torch.stack(every).amin(dim=0))
+
+        return wait
 
 
 class Voting(Member):
@@ -634,7 +645,7 @@ class MembershipSchedule(Schedule):
 
     def _gathered(self, mine: Any, of: GroupOf, check: Callable[[], None]) -> list[Any]:
         try:
-            return of.group.gathered(mine, of.rank)
+            return of.group.gathered(mine, of.rank, check)
         except RuntimeError:
             self.ranks[of.rank].member.learn()  # its other connections broke with that one
             raise

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from greenlet import greenlet
 
 from benchmarks.schedules.control import Doing, Program
@@ -140,11 +139,6 @@ class Forming:
         """Wait for its end, or until the time has passed."""
         rng = self._schedule.rng
         wait_until(lambda: not self.is_alive() or rng.random() < 0.1)
-
-
-def least_of_all(table: torch.Tensor, op: object, *, group: GroupOf) -> None:
-    """As ``all_reduce`` with MIN."""
-    table.copy_(torch.stack(group.group.gathered(table.clone(), group.rank)).amin(dim=0))
 
 
 # -- operations
@@ -348,7 +342,8 @@ class PlannedSchedule(MembershipSchedule):
         with ExitStack() as stack:
             for name, by in (
                 ("rejoin", self._meet),
-                ("gathered", lambda mine, of: self._gathered(mine, of, lambda: None)),
+                ("gathered", self._gathered),
+                ("await_exchange", lambda wait, check: wait(check)),
                 ("map_peers", lambda rank, topology, *_: topology),
                 ("MappedSlots", lambda rank, bank, topology: (rank, topology)),
                 ("WeightSources", self._next_sources),
@@ -356,7 +351,6 @@ class PlannedSchedule(MembershipSchedule):
                 ("serving", lambda *_: [one for one in self.ranks if one.life in SERVED]),
                 ("Thread", partial(Forming, self)),
                 ("time", SimpleNamespace(monotonic=lambda: self.now)),
-                ("dist", SimpleNamespace(all_reduce=least_of_all, ReduceOp=dist.ReduceOp)),
             ):
                 stack.enter_context(replaced(next_group, name, by))
             super().run()

@@ -38,7 +38,7 @@ from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.monitor.monitor import Monitor
 from api.processes.commands import REFUSED, Notifier, once_reached
-from api.processes.supervision import Supervised, Supervisor, note_in
+from api.processes.supervision import Supervised, SupervisionView, note_in
 from benchmarks.schedules.mutants import replaced
 from benchmarks.schedules.processes import Never, NoSignals, Process, World, simulated
 from eplb.core.load import LoadSample
@@ -300,17 +300,18 @@ class Serve(Process):
     def _live(self) -> None:
         store, deployment = reached_store("serve"), world().deployment
         ensure_first_placement(store, deployment, "eplb serve", clock=self.world.time)
-        supervisor = Supervisor(deployment.settings.supervision, clock=self.world.monotonic)
         parts = "the controller", "controller", self._start_controller, note_in(store)
-        self.supervised = supervisor.supervise(*parts)
-        self.supervised.begin()
-        clock, view = self.world.monotonic, supervisor.view
-        self.monitor = Monitor(store, clock=clock, supervision=view)
+        settings, clock = deployment.settings.supervision, self.world.monotonic
+        supervised = self.supervised = Supervised(*parts, settings, clock=clock)
+        supervised.begin()
+        self.monitor = Monitor(
+            store, clock=clock, supervision=lambda: SupervisionView((supervised.view(),))
+        )
         while True:
             if self.controller is not None and self.controller.returncode is not None:
                 how, self.controller = f"it exited with {self.controller.returncode}", None
                 self.supervised.ended(how)
-            supervisor.check()
+            self.supervised.check()
             self.world.sleep(0.25)
 
     def _start_controller(self) -> Callable[[], None]:

@@ -10,8 +10,6 @@ prefill (2 to 5), not fitted; every value of that range is shown.
 Per-batch plans (UltraEP's set-up: 64 ranks, 4 slots and 2 redundant ones, 8,192 tokens a rank):
 skew fitted to each of its three imbalances, and what a fresh plan for each batch leaves.
 
-Training throughput (UltraEP): the linear law from imbalance to time alone, without the step model.
-
 The other parts: SGLang's gains, its dispatch, and arms of balancing on three kinds of hardware.
 """
 
@@ -407,35 +405,6 @@ TRT = {
 }
 TRT_WITHOUT = 1.564
 ULTRA_EP = (1.51, 2.01, 3.03)
-# TFLOPS in training as UltraEP publishes them: ideal, and (imbalance, TFLOPS) by balancer.
-TRAINING = {
-    "GLM4.5-106B": (
-        785.4,
-        {"none": (2.23, 545), "EPLB": (1.34, 646), "LPLB": (1.29, 618), "UltraEP": (1.02, 757)},
-    ),
-    "Qwen3-235B": (
-        574.7,
-        {"none": (2.86, 315), "EPLB": (1.34, 449), "LPLB": (1.58, 385), "UltraEP": (1.03, 524)},
-    ),
-    "DeepSeek-V3": (
-        637.6,
-        {"none": (1.30, 509), "EPLB": (1.28, 505), "LPLB": (1.09, 516), "UltraEP": (1.01, 613)},
-    ),
-}
-
-
-def training_rows(layers: int, seed: int) -> None:
-    """Time in proportion to imbalance, one slope for each model, fitted to the row "none"."""
-    print("| model | slope, fitted | EPLB | LPLB | UltraEP |")
-    for model, (ideal, rows) in TRAINING.items():
-        imbalance, tflops = rows["none"]
-        slope = (ideal / tflops - 1) / (imbalance - 1)
-        cells = []
-        for name in ("EPLB", "LPLB", "UltraEP"):
-            imbalance, tflops = rows[name]
-            found = ideal / (1 + slope * (imbalance - 1))
-            cells.append(f"{found:.0f} of {tflops} ({found / tflops - 1:+.0%})")
-        print(f"| {model} | {slope:.2f} | " + " | ".join(cells) + " |")
 
 
 def trt_rows(layers: int, seed: int) -> None:
@@ -468,7 +437,6 @@ PER_BATCH = ("oracle:re-plan", "oracle:moonep", "oracle:ultraep", "deepseek")
 PARTS: dict[str, Callable[[int, int], None]] = {
     "trt": trt_rows,
     "batch": batch_rows,
-    "training": training_rows,
     "throughput": throughput_rows,
     "static": static_rows,
     "arms": arm_rows,

@@ -160,6 +160,14 @@ def leavers(wanted: Collection[int] | None, topology: Topology) -> tuple[int, ..
     return tuple(sorted(set(np.flatnonzero(topology.alive).tolist()) - set(wanted)))
 
 
+def unwanted(
+    wanted: Collection[int], members: Collection[int], following: Collection[int]
+) -> tuple[int, ...]:
+    """Ranks that join, or leave, between two groups although they should not."""
+    joins, leaves = {*following} - {*members}, {*members} - {*following}
+    return tuple(sorted((joins - {*wanted}) | (leaves & {*wanted})))
+
+
 def phase_of(
     wanted: Collection[int],
     placement: Placement | None,

@@ -8,6 +8,8 @@ and the slots of the departed experts become the next spares. Policies do not se
 
 A layer in which more experts arrive on one rank than it has EMPTY slots takes several steps. After
 each step every expert is served and every rank has its spares, so a migration may end after any.
+A rank that lacks spares in ``current``, because survivors of a death refilled into them, gets them
+back on the way.
 
 Shapes:  L MoE layers, E experts, S slots with spares, R ranks.
 """
@@ -133,7 +135,6 @@ def steps_towards(
                 f"the {name} placement has {placement.num_slots} slots a layer, "
                 f"expected {of.num_slots}"
             )
-    compact(current, topology, spare_slots)  # refuses one without its spares
     return [
         _layer_steps(now, _held_on(then, smaller), topology)
         for now, then in zip(current.slot_to_expert, target.slot_to_expert, strict=True)
@@ -179,9 +180,12 @@ def _layer_steps(row: Row, then: set[tuple[int, int]], topology: Topology) -> li
     now = _held_on(row, topology)
     if now == then:
         return []
-    turns = in_turns(exchanges(sorted(now - then), sorted(then - now), now & then))
+    pairs = exchanges(sorted(now - then), sorted(then - now), now & then)
     slots = _Slots(row, topology)
     steps: list[LayerStep] = []
+    if any(not slots.fit([each]) for each in pairs):
+        return _steps_by_room(pairs, slots)
+    turns = in_turns(pairs)
     group: list[Exchange] = []
     for turn in turns:
         if group and not slots.fit([*group, *turn]):
@@ -189,6 +193,22 @@ def _layer_steps(row: Row, then: set[tuple[int, int]], topology: Topology) -> li
             group = []
         group = [*group, *turn]
     return [*steps, slots.exchange(group)]
+
+
+def _steps_by_room(pairs: list[Exchange], slots: _Slots) -> list[LayerStep]:
+    """Make every exchange as soon as there is an EMPTY slot for it: some rank has none at first."""
+    steps: list[LayerStep] = []
+    while pairs:
+        group: list[Exchange] = []
+        for each in pairs:
+            if slots.fit([*group, each]):
+                group.append(each)
+        # Else all arrivals left are at ranks without an EMPTY slot. Each of these ranks has one at
+        # the end, so more experts leave them than arrive: one leaves in exchange for none.
+        assert group, "some exchange always has room"
+        steps.append(slots.exchange(group))
+        pairs = [each for each in pairs if each not in group]
+    return steps
 
 
 class _Slots:

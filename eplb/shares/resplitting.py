@@ -164,7 +164,7 @@ def supported_part(
 
     Measured on recorded routing with 16 windows: with the first rule new shares never made the
     mean of the next windows worse, without it by up to 0.0006 where requests are mixed
-    (``benchmarks/planner/heldout.py``).
+    (``benchmarks/reports/2026-11-20-planner.md``).
 
     Args:
         gain: [L] by how much the fitted shares improve the objective on these windows.

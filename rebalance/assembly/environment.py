@@ -222,11 +222,8 @@ class EmbeddedRank:
             try:
                 if formed is not None:
                     return change_group(built, place, formed, steps, stages)
-                if (
-                    self._next
-                    and self._next.leaves
-                    and await_exclusion(self.agent, built.store, place)
-                ):
+                # Its votes were for a group without this rank, which may serve already.
+                if await_exclusion(self.agent, built.store, place):
                     report_halt(rank, self._environ)
                     self.has_left = True
                     return None

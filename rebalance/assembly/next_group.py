@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from eplb.clock import Deadline
 from eplb.core.placement import EMPTY
-from eplb.errors import EplbError, MigrationError, PlacementError, RankError
+from eplb.errors import EplbError, MigrationError, PlacementError, RankError, StaleGeneration
+from eplb.migration.membership import unwanted
 from eplb.migration.recovery import NO_PLAN, Recovery, run_of
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import Survival, survive
@@ -50,8 +51,9 @@ from rebalance.assembly.survivors import (
 )
 from rebalance.recovery import RETRY_S, NewGroups, StoreRendezvous, rejoin
 from rebalance.types import Record
-from rebalance.weights.sources import HOST, HostMemory, MappedSlots, WeightSources, map_peers
-from runtime.group import gathered
+from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.sources import HOST, MappedSlots, WeightSources, map_peers
+from runtime.group import await_exchange, gathered
 from runtime.memory import digest
 from telemetry.state.events import REGROUPED
 from telemetry.state.groups import GroupProposal, Joiner
@@ -138,7 +140,6 @@ class NextGroup:
         self._seen = self._failed = 0  # ids of proposals
         self._why = "a rank did not come"  # the last one failed
         self._quiet_looks = 0
-        self.leaves = False  # whether the proposal for which it votes is without this rank
         self._ready, self._ready_since = frozenset[int](), 0.0
 
     def look(self) -> None:
@@ -155,13 +156,13 @@ class NextGroup:
             self._failed, self._why = formed.proposal.id, f"rank {min(dead)} left the group"
         standing = proposal if proposal and proposal.id != self._failed else None
         if standing is None or voting.next_group not in (0, standing.id):
-            voting.next_group, self.leaves = 0, False
+            voting.next_group = 0
         if formed is not None and (standing is None or standing.id != formed.proposal.id):
             self._give_up(formed)
         elif standing is not None and standing.id > self._seen and not self._forming.is_alive():
             self._seen = standing.id
             if self._place.rank not in standing.members:
-                voting.next_group, self.leaves = standing.id, True
+                voting.next_group = standing.id
             else:
                 self._forming = Thread(
                     target=self._form, args=(standing,), name="eplb-next-group", daemon=True
@@ -189,15 +190,21 @@ class NextGroup:
         return self._formed
 
     def _standing(self) -> GroupProposal | None:
-        """The proposal that follows this rank's group and changes it."""
+        """The proposal that follows this rank's group, and changes it as is wanted now."""
         found, agent = self._built.store.proposed_group(), self._built.agent
         if found is None or (found.base, found.run) != (agent.membership, self._place.run):
             return None
-        return found if frozenset(found.members) != agent.members else None
+        if frozenset(found.members) == agent.members:
+            return None
+        return None if unwanted(self._wanted(), agent.members, found.members) else found
+
+    def _wanted(self) -> frozenset[int]:
+        found = self._built.store.wanted_ranks()
+        return frozenset(range(self._place.topology.num_ranks) if found is None else found)
 
     def _form(self, proposal: GroupProposal) -> None:
         def check() -> None:
-            found = self._built.store.proposed_group()
+            found = self._standing()
             if self._is_over.is_set() or found is None or found.id != proposal.id:
                 raise RankError(f"proposal {proposal.id} of a group is void")
 
@@ -219,14 +226,13 @@ class NextGroup:
         agent, store = self._built.agent, self._built.store
         now, members, placement = store.backend.now(), agent.members, agent.placement
         offers = {one.rank: one for one in store.joiners()}
-        operation, topology = store.membership_change(), self._place.topology
-        wanted = frozenset(operation.should_serve if operation else range(topology.num_ranks))
+        operation, wanted = store.membership_change(), self._wanted()
         ready = wanted & offers.keys() - members
         if ready != self._ready:
             self._ready, self._ready_since = ready, time.monotonic()
         gathers = time.monotonic() - self._ready_since < GATHER_S
         holds = (placement.slot_to_expert != EMPTY).any(axis=0)
-        holding = frozenset(topology.rank_of_slot[holds].tolist())
+        holding = frozenset(self._place.topology.rank_of_slot[holds].tolist())
         following = next_members(members, wanted, ready, holding, gathers=gathers)
         processes = {str(rank): offers[rank].process for rank in sorted(following - members)}
         latest, tries = store.proposed_group(), 0
@@ -238,13 +244,9 @@ class NextGroup:
             if following == members or age_s < pause_s(tries):
                 return
         else:
-            joiners = frozenset(map(int, standing.joiners))
-            is_possible = (
-                joiners <= wanted
-                and not (members - frozenset(standing.members)) & wanted
-                # One that forms groups repeats no offer; its death shows in the groups.
-                and all(standing.has(r, offers[r].process) for r in joiners & offers.keys())
-            )
+            # One that forms groups repeats no offer; its death shows in the groups.
+            joiners = frozenset(map(int, standing.joiners)) & offers.keys()
+            is_possible = all(standing.has(rank, offers[rank].process) for rank in joiners)
             if is_possible and now - standing.time < PROPOSAL_S:
                 return
             # Each process of a rank that comes and goes makes the proposal before impossible.
@@ -284,7 +286,8 @@ def form(
         place: where it runs.
         attend: gives what it proves.
         proposal: names it.
-        check: called while others are waited for; what it raises ends the wait.
+        check: called while others are waited for; what it raises ends the wait. A member that
+            hangs, and is not dead, is waited for until the proposal is void.
         digests: [L, E, 2] that serve; None: this rank joins, and compares them with its host's.
 
     Raises:
@@ -310,9 +313,9 @@ def form(
         raise NotChanged(str(exc)) from exc
     try:
         set_deadlines(groups, built)
-        agree(attend(proposal.members), lambda _, mine: gathered(mine, groups.control))
+        agree(attend(proposal.members), lambda _, mine: gathered(mine, groups.control, check))
         version = built.agent.shared.state.weights_version
-        told = gathered({"handle": bank.handle, "weights": version}, groups.control)
+        told = gathered({"handle": bank.handle, "weights": version}, groups.control, check)
         if len(versions := {one["weights"] for one in told}) > 1:
             raise RankError(
                 f"rank {rank}: ranks have weights of versions {sorted(versions)}, expected one"
@@ -324,11 +327,11 @@ def form(
         shape = (built.model.num_layers, built.model.num_experts, 2)
         highest = torch.full(shape, torch.iinfo(torch.int64).max)
         table = highest if digests is None else digests.clone()
-        dist.all_reduce(table, dist.ReduceOp.MIN, group=groups.control)
+        await_exchange(groups.control.allreduce([table], dist.ReduceOp.MIN), check)
         if digests is None:
             host = built.agent.parts.links.sources.host
             prove_weights(host, table, bank.schema.record_bytes, config.network.fill_deadline_s)
-        gathered("formed", groups.control)
+        gathered("formed", groups.control, check)
     except BaseException as exc:
         groups.votes.close(is_failure=True)
         if isinstance(exc, RuntimeError) and not isinstance(exc, EplbError):
@@ -338,7 +341,7 @@ def form(
 
 
 def prove_weights(
-    host: HostMemory, digests: torch.Tensor, record_bytes: int, deadline_s: float
+    host: HostCacheClient, digests: torch.Tensor, record_bytes: int, deadline_s: float
 ) -> None:
     """Compare the first and the last record of this rank's host with what serves.
 
@@ -392,7 +395,7 @@ def change_group(
     except RankError as exc:
         raise NotChanged(str(exc)) from exc
     stages.end("agree")
-    old.close()  # writes the commits that wait, and ends the mover's thread
+    old.watcher.close()  # writes the commits that wait, and ends the mover's thread
     record = Recovery(
         membership=proposal.membership,
         run=proposal.run,
@@ -406,8 +409,13 @@ def change_group(
     is_first = rank == min(set(proposal.members) - set(joiners))
     if is_first:
         assert survival is not None, "it is a member"
-        commit_group(built.store, survival, record, proposal.reason, is_planned=True)
-    together(rank, groups, "")
+        try:
+            commit_group(built.store, survival, record, proposal.reason, is_planned=True)
+        except StaleGeneration as exc:  # nothing is written: the old group may go on
+            refusal = str(exc)
+    if refusals := [str(why) for _, why in together(rank, groups, refusal) if why]:
+        raise NotChanged(refusals[0])
+    old.close()
     stages.end("commit")
     if survival is None:
         survival = _committed(built.store, record)

@@ -44,8 +44,9 @@ from rebalance.rank.watcher import StoreLoss
 from rebalance.recovery import NewGroups, StoreRendezvous, let_go, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.types import Record
+from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.rank_link import GroupName, OtherRanks
-from rebalance.weights.sources import HOST, HostMemory, WeightSources
+from rebalance.weights.sources import HOST, WeightSources
 from runtime.dispatch.all_to_all import first_sentence
 from runtime.group import CPU, gathered, set_deadline
 from telemetry.state.events import MEMBERSHIP
@@ -315,7 +316,7 @@ def serve_in(
 
 def refill(
     slots: RankSlots,
-    host: HostMemory,
+    host: HostCacheClient,
     refills: Sequence[Refill],
     deadline_s: float,
     check: Callable[[], None],

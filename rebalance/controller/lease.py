@@ -1,4 +1,4 @@
-"""The lease of a deployment: only its holder acts as controller, or runs the deployment.
+"""The lease of a deployment's controller: only its holder acts.
 
               another holds it              asked, and it is free
     STANDS BY <--------------- (asks) -----------------------------> LEADS
@@ -26,7 +26,7 @@ from eplb.clock import Clock
 from eplb.errors import FencedOut, StoreError
 from eplb.versions import CONTROLLER, Announcement
 from telemetry.state.holder import new_holder
-from telemetry.state.lease import Lease, LeaseOf
+from telemetry.state.lease import Lease
 from telemetry.state.store import StateStore
 
 __all__ = ["ControllerLease", "new_holder"]
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class ControllerLease:
-    """One process's hold on a lease, by default on the controller's.
+    """One process's hold on the lease.
 
     Args:
         holder: no two living processes share one.
@@ -52,11 +52,9 @@ class ControllerLease:
         holder: str,
         ttl_s: float,
         *,
-        of: LeaseOf = "controller",
         clock: Clock = time.monotonic,
     ) -> None:
         self._store, self.holder, self._ttl_s, self._clock = store, holder, ttl_s, clock
-        self._of = of
         self._lease: Lease | None = None
         self._asked_at = 0.0  # when the store was last asked for the lease that is held
         self._unreported = ""  # how the last one was lost, until the store has it as an event
@@ -79,7 +77,7 @@ class ControllerLease:
         if self._lease is not None and now < self._asked_at + renews_after_s:
             return True
         try:
-            found = self._store.acquire_lease(self.holder, self._ttl_s, self._of)
+            found = self._store.acquire_lease(self.holder, self._ttl_s)
         except StoreError as exc:
             if self._lease is not None and now >= self._asked_at + self._ttl_s:
                 self.lose(f"not renewed within {self._ttl_s:g} s: {exc}")
@@ -116,14 +114,14 @@ class ControllerLease:
 
     def _lead(self, lease: Lease, now: float) -> None:
         is_news = self._lease is None or self._lease.token != lease.token
-        if is_news and self._of == "controller":
+        if is_news:
             # Before the lease counts as held: after a failure here the next turn tries again. And
             # before the event below, for which a joining process waits.
             self._store.announce(Announcement(CONTROLLER, self.holder))
         self._lease, self._asked_at, self._is_standing_by = lease, now, False
         self._report_loss()
         if is_news:
-            log.info("token=%d %s holds the lease of the %s", lease.token, self.holder, self._of)
+            log.info("token=%d %s holds the lease of the controller", lease.token, self.holder)
             self._report("leads", token=lease.token)
 
     def _stand_by(self) -> None:
@@ -133,7 +131,7 @@ class ControllerLease:
         if not self._is_standing_by:
             self._is_standing_by = True
             log.info(
-                "%s is standing by: another holder has the lease of the %s", self.holder, self._of
+                "%s is standing by: another holder has the lease of the controller", self.holder
             )
 
     def _report_loss(self) -> None:
@@ -142,5 +140,5 @@ class ControllerLease:
             self._report("lost", reason=reason)
 
     def _report(self, state: str, **more: object) -> None:
-        detail = {"of": self._of, "state": state, "holder": self.holder}
+        detail = {"of": "controller", "state": state, "holder": self.holder}
         self._store.add_event("lease", detail | more)

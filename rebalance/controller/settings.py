@@ -53,7 +53,7 @@ class ControllerSettings:
     lease_ttl_s: Annotated[
         float,
         Setting(
-            "time to live of the controller's and the deployment's lease, for which no controller "
+            "time to live of the controller's lease, for which no controller "
             "leads after a death; longer than a plan takes",
             above=0,
             at_most=3600,

@@ -98,7 +98,7 @@ class Stager:
             log.info("%d records are taken from other sources than the host: %s", len(wanted), exc)
 
     def _lease(self, records: Sequence[Record], is_wanted: IsWanted) -> None:
-        """Have the host load and lease records. May block; see ``HostMemory.lease``."""
+        """Have the host load and lease records. May block; see ``HostCacheClient.lease``."""
         layer, expert = records[0]
         more = f" and {len(records) - 1} more" if len(records) > 1 else ""
         self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")

@@ -13,7 +13,7 @@ elsewhere: pytorch issue 174288, sglang issue 7956). ``stage/source_choice.py`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -23,7 +23,8 @@ import torch
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Source
-from rebalance.types import IsWanted, Record, always
+from rebalance.types import Record
+from rebalance.weights.cache.client import HostCacheClient
 from runtime.experts import ExpertBank, PeerBank
 from runtime.streams import Completion, OnStream, new_stream
 
@@ -103,53 +104,6 @@ class WeightSource(Protocol):
 
     def close(self) -> None:
         """Cancel what is under way; nothing is pulled any more."""
-
-
-class HostMemory(WeightSource, Protocol):
-    """The records in memory of this rank's host: leased before they are pulled.
-
-    ``lease`` and ``reload`` may block: up to ``deadline_s``, and while they are wanted. With
-    simulated time they return at once.
-    """
-
-    @property
-    def room(self) -> int:
-        """Records that the host has room for at a time, for this rank, whatever others hold."""
-
-    def lease(
-        self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
-        """Have the host load those records that are not leased yet, and keep all until ``release``.
-
-        Returns:
-            Bytes that were loaded into host memory for it: "disk", "other_host".
-
-        Raises:
-            CalledOff: it is not wanted any more; the request was cancelled.
-            MigrationError: the host failed, timed out, or has no records of these weights.
-        """
-
-    def hint(self, records: Sequence[Record]) -> None:
-        """Name records to lease next; the host may read ahead when idle and not full.
-
-        Raises:
-            MigrationError: the host cache disconnected.
-        """
-
-    def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> object:
-        """Have the host verify a leased record, and reload it from disk if it is corrupted.
-
-        Raises:
-            CalledOff: it is not wanted any more; the lease has ended.
-            MigrationError: it cannot be repaired, or not in time; the lease has ended.
-        """
-
-    def release(self, records: Collection[Record] | None = None) -> None:
-        """End the leases on these records, or on all.
-
-        Raises:
-            MigrationError: the host cache disconnected.
-        """
 
 
 class MappedSlots:
@@ -246,7 +200,7 @@ class WeightSources:
     """
 
     def __init__(
-        self, slots: WeightSource | None, host: HostMemory, others: WeightSource | None = None
+        self, slots: WeightSource | None, host: HostCacheClient, others: WeightSource | None = None
     ) -> None:
         self.slots, self.host, self._others = slots, host, others
         self.readable = slots.ranks if slots else frozenset[int]()

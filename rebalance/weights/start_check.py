@@ -18,9 +18,9 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Source
 from rebalance.types import Record
+from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.sources import (
     HOST,
-    HostMemory,
     MappedSlots,
     Place,
     WeightSource,
@@ -66,7 +66,7 @@ class KnownRecords:
 def checked_sources(
     rank: int,
     bank: ExpertBank,
-    host: HostMemory,
+    host: HostCacheClient,
     others: WeightSource | None,
     *,
     open_peers: Callable[[], Mapping[int, PeerBank]],

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from eplb.declared import Meaning
-from eplb.errors import EplbError, StaleRevision
+from eplb.errors import EplbError, StaleGeneration, StaleRevision
+from eplb.migration.membership import unwanted
 from telemetry.state.backend import HEAD, Change, Reader, Table
 from telemetry.state.codec import as_stored, decode, encode, to_json
 from telemetry.state.part import Part, epoch_in, head
@@ -192,6 +193,27 @@ def note_run(change: Change, alive: Sequence[bool], before: int) -> None:
         change.delete(HEAD, CHANGE)
     elif not latest.ended and latest.wanted == tuple(r for r, is_in in enumerate(alive) if is_in):
         _end(change, latest, "done", "the wanted ranks serve")
+
+
+def check_wanted(change: Change, alive: Sequence[bool], following: Collection[int]) -> None:
+    """Refuse a planned group that is not wanted any more: its operation has ended meanwhile.
+
+    Args:
+        change: the change in which it would begin.
+        alive: [R] which ranks serve until then.
+        following: ranks of that group.
+
+    Raises:
+        StaleGeneration: a rank would join, or leave, although it should not.
+    """
+    if (latest := change_in(change)) is None:
+        return
+    wanted, members = latest.should_serve, [rank for rank, is_in in enumerate(alive) if is_in]
+    if ranks := unwanted(wanted, members, following):
+        raise StaleGeneration(
+            f"a group of ranks {sorted(following)} cannot follow that of ranks {members}: ranks "
+            f"{sorted(wanted)} should serve, found {list(ranks)} to join or to leave"
+        )
 
 
 def _end(change: Change, latest: MembershipChange, ended: Ended, why: str) -> None:

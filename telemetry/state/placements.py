@@ -31,7 +31,7 @@ from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
-from telemetry.state.membership import MembershipChange, put_change
+from telemetry.state.membership import MembershipChange, check_wanted, put_change
 from telemetry.state.part import (
     CANDIDATES,
     COMMITTED,
@@ -45,7 +45,7 @@ from telemetry.state.part import (
     open_plan_in,
 )
 from telemetry.state.proposals import Approval, approve
-from telemetry.state.runs import RunInfo, add_run, begin, current_run_in
+from telemetry.state.runs import RunInfo, add_run, alive_in, begin, current_run_in
 
 KEPT_PLACEMENTS = 1000  # latest placements that are never removed
 _PRUNED_EVERY = 100  # generations
@@ -136,7 +136,8 @@ class PlacementPart(Part):
 
         Raises:
             StaleGeneration: something else is committed, or generations do not grow; or survivors
-                of a death have agreed since: a dead rank's last write is late.
+                of a death have agreed since: a dead rank's last write is late; or ``next_group`` is
+                not wanted any more.
         """
         generation = placement.generation
 
@@ -148,6 +149,7 @@ class PlacementPart(Part):
             _check_membership(generation, membership, epoch_in(change))
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
+                check_wanted(change, alive_in(change), next_group.survivors)
                 change.put(HEAD, RECOVERY, encode(next_group))
                 change.put(HEAD, PROPOSED, "")  # it serves
             open_plan = open_plan_in(change)

@@ -227,10 +227,15 @@ def current_run_in(change: Change) -> str | None:
     return _run_of(latest[0][1]).run if latest else None
 
 
+def alive_in(change: Change) -> list[bool]:
+    """Return which ranks serve in the latest start; empty: there was none."""
+    latest = change.scan(RUNS, NEWEST)
+    return list(_run_of(latest[0][1]).topology["alive"]) if latest else []
+
+
 def begin(change: Change, info: RunInfo) -> None:
     """Record a start with its event, and what it means for a membership operation."""
-    if change_in(change) is not None and (latest := change.scan(RUNS, NEWEST)):
-        before = _run_of(latest[0][1]).topology["alive"]
+    if change_in(change) is not None and (before := alive_in(change)):
         note_run(change, info.topology["alive"], len(before))
     add_run(change, _stored(info))
     change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))

@@ -37,7 +37,7 @@ def lost(rank: int, config: Path, is_damaged: bool) -> dict[str, Any]:
     if rank == LOST_RANK:
         made.lose(LOST_LAYER)
     if is_damaged and made.kept.server is not None:
-        made.kept.server.arena.bytes[:] ^= 1
+        made.kept.server.server.arena.bytes[:] ^= 1
     made.until_maps(6, is_checked=rank != LOST_RANK)
     if engine.NAME == "sglang":  # its ranks compare all slots of a row, those of vLLM what they get
         made.check_weights()
@@ -143,7 +143,7 @@ def hundred(rank: int, config: Path, way: dict[str, Any], fault: str) -> dict[st
     elif rank == LOST_RANK and fault in SILENT:
         engine.silence()
     if fault == "damaged memory" and made.kept.server is not None:
-        made.kept.server.arena.bytes[:] ^= 1
+        made.kept.server.server.arena.bytes[:] ^= 1
     made.until_maps(98)
     return made.result()
 

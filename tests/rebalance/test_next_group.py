@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +18,12 @@ import torch
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
+from eplb.errors import RankError
 from eplb.migration.serialisation import topology_to_dict
 from rebalance.assembly import next_group
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.meeting import Attendance
-from rebalance.assembly.next_group import NextGroup, next_members
+from rebalance.assembly.next_group import NextGroup, form, next_members
 from rebalance.assembly.rank import BuiltRank
 from rebalance.recovery import StoreRendezvous, let_go, rejoin
 from runtime.experts import ExpertSchema
@@ -92,12 +94,12 @@ SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 class LowestMember:
     """Rank 0 of two that serve, which looks for a third one; seconds pass as the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: StateStore | None = None) -> None:
         self.now = 1000.0
         topology = replace(Topology.uniform(1, 3, 2), alive=np.array([True, True, False]))
         start = Placement(np.array([[0, 1, 1, 0, -1, -1]]), 2)
         group = AgentGroup(start, topology)
-        self.store = group.store = MemoryStore("test", clock=lambda: self.now)  # type: ignore[assignment]
+        self.store = group.store = store or MemoryStore("test", clock=lambda: self.now)  # type: ignore[assignment]
         self.store.commit(start, expected=None, reason="start")
         group.add_all(SCHEMA, records_of(SCHEMA, 1, 2), num_staging=1)
         self.store.begin_run(RunInfo("run", 0.0, {}, topology_to_dict(topology), 1))
@@ -146,6 +148,61 @@ def test_operation_fails_after_five_proposals_of_a_rank_that_never_comes(
     assert ended is not None
     assert ended.ended == "failed"
     assert ended.why.startswith("5 times in a row ranks [0, 1, 2] formed no group: ")
+
+
+def test_proposal_is_void_once_its_operation_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_group, "FORM_DEADLINE_S", 0.001)
+    monkeypatch.setattr(next_group, "GATHER_S", 0.0)
+    member = LowestMember()
+    member.store.change_membership("none", (0, 1), asked=0, members=(0, 1), reason="", by="")
+    member.store.change_membership("grow", (0, 1, 2), asked=1, members=(0, 1), reason="", by="")
+    assert member.look() is not None
+    assert member.part._standing() is not None
+
+    member.store.end_membership_change("grow", "cancelled", why="test")
+
+    assert member.part._standing() is None
+
+
+# -- a member that hangs
+
+
+def hang_once_the_groups_are_formed(path: Path, proposal: GroupProposal, seen: Any) -> NoReturn:
+    """Be rank 2, which forms the groups of a proposal and then does nothing more."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = sqlite_store(path, "test")
+    rendezvous = StoreRendezvous(store, proposal.membership, lambda: None, NEVER_S)
+    groups = rejoin(f"proposal-{proposal.id}", proposal.members, rendezvous, 2, deadline_s=NEVER_S)
+    seen.wait(NEVER_S)
+    groups.votes.close()
+    os._exit(0)
+
+
+@pytest.mark.system
+def test_member_that_hangs_is_waited_for_until_the_proposal_is_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    path, seen, met = tmp_path / "store.sqlite", FORK.Event(), Event()
+    proposal = GroupProposal(0, "run", (0, 2), {"2": "process"}, "a test", id=1)
+    other = FORK.Process(target=hang_once_the_groups_are_formed, args=(path, proposal, seen))
+    other.start()
+    member = LowestMember(sqlite_store(path, "test"))
+
+    def attend(ranks: Sequence[int]) -> Attendance:
+        met.set()  # the groups are formed
+        return Attendance(0, ranks, "host", b"", {})
+
+    def check() -> None:
+        if met.is_set():
+            raise RankError("proposal 1 is void")
+
+    with pytest.raises(RankError, match="proposal 1 is void"):
+        form(member.part._built, member.part._place, attend, proposal, check, None)
+
+    seen.set()
+    other.join(NEVER_S)
+    assert other.exitcode == 0
 
 
 # -- groups that the next ones replace

@@ -210,20 +210,6 @@ def test_ids_of_no_expert_go_nowhere_and_are_counted() -> None:
     assert table.strays.tolist() == [4]
 
 
-def test_ranks_given_one_salt_choose_alike() -> None:
-    # Two ranks of one tensor-parallel group, each with its own table of the placement.
-    ours, theirs = (RoutingTable(SHARED_HOT, max_replicas=2) for _ in range(2))
-    experts = torch.randint(8, (64, 2), generator=torch.Generator().manual_seed(2))
-    seed = torch.tensor([5])
-
-    for layer in range(2):
-        even = ours.choose(layer, experts, salt=5)
-        drawn = ours.draw(layer, experts, seed)
-        assert torch.equal(even, theirs.choose(layer, experts, salt=5))
-        assert torch.equal(drawn, theirs.draw(layer, experts, seed))
-        assert not torch.equal(drawn, theirs.draw(layer, experts, seed + 1))
-
-
 def test_table_keeps_its_addresses_through_a_change() -> None:
     table = RoutingTable(Placement(np.array([[0, 1, EMPTY]]), 2), max_replicas=2)
     before = table.slots.data_ptr(), table.cumulative.data_ptr()

@@ -27,7 +27,6 @@ from simulations.report import conclusions, summary
 from simulations.step_time import (
     StepModel,
     Transport,
-    deepep,
     hardware_named,
     measured_kernel,
     predicted_us,
@@ -163,13 +162,6 @@ def test_slot_takes_root_of_squares_of_reading_and_products_and_its_columns() ->
     assert BY_HAND.error_at(200.0) == 0.05
 
 
-def test_slot_with_rows_in_some_steps_takes_its_time_in_those() -> None:
-    rare, none = BY_HAND.mean_slot_us(np.array([0.01, 0.0]), ONE_MB)
-
-    assert rare == pytest.approx(0.00995 * BY_HAND.slot_us(np.array(1.0), *SIZES), rel=1e-3)
-    assert none == 0.0
-
-
 def test_rank_adds_the_fixed_time_once_and_an_idle_rank_has_none() -> None:
     def longest(kernel: Kernel, rows: list[float]) -> float:
         return float(StepModel(ONE_MB, TWO_RANKS, H200, kernel).of(np.array([rows])).experts[0])
@@ -237,30 +229,11 @@ def test_precision_of_a_model_is_that_of_its_bytes(model: str, precision: str) -
     assert preset(model).precision == precision
 
 
-def test_kimi_k2_fits_32_cards_of_80_gb() -> None:
-    memory = MemoryModel(hardware_named("h100"), preset("kimi-k2"), dense_bytes=20e9)
-
-    assert memory.expert_bytes(12) == pytest.approx(31.7e9, rel=0.01)
-    assert memory.sequences(12, 4096) > 0
-
-
 def test_bytes_that_no_precision_gives_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected those of a precision: bf16"):
         _ = replace(SMALL, expert_bytes=20_000_000).precision
     with pytest.raises(ConfigError, match="unknown precision 'fp7'"):
         SMALL.with_precision("fp7")
-
-
-def test_bound_of_a_step_is_below_every_placement_of_its_tokens() -> None:
-    step = StepModel(SMALL, TWO_RANKS, H200, BY_HAND)
-    tokens = np.array([[900.0, 100.0, 60.0, 20.0]])
-    placed = [tokens[:, [0, 1, 2, 3]], tokens[:, [0, 3, 1, 2]], np.array([[450.0, 60, 450, 120]])]
-
-    bound = step.bound(tokens)
-
-    for rows in placed:
-        assert bound.us <= step.of(rows).us
-        assert bound.experts[0] <= step.of(rows).experts[0]
 
 
 def test_layer_waits_for_its_busiest_and_its_slowest_rank() -> None:
@@ -320,13 +293,6 @@ def test_prefill_by_a_measured_file_counts_passes_over_rows_and_engines_have_the
 
     assert prefill - decode == pytest.approx(2e6 * SMALL.hidden * 7.0 / 1e12 * 1e6)
     assert engine == decode
-
-
-def test_few_tokens_take_longer_on_more_nodes_and_in_normal_mode() -> None:
-    floors = [deepep(nodes, is_prefill=False).dispatch_us for nodes in (1, 2, 4, 8, 9)]
-
-    assert floors == sorted(floors)
-    assert deepep(2, is_prefill=True).combine_us > deepep(2, is_prefill=False).combine_us
 
 
 def test_overlapped_layer_takes_the_longer_part() -> None:
@@ -390,19 +356,6 @@ def test_moves_beside_serving_slow_its_rows_on_the_network() -> None:
     lost_s = price.lost_s(moved, TWO_NODES, is_async=True, network_part=0.25)
 
     assert lost_s == pytest.approx(0.25 * 20 / 26 * 1e-3)
-
-
-def test_moves_leave_half_of_a_slow_port_to_serving() -> None:
-    slow = replace(H200, network_bytes_s=10e9)
-    base, target = (Placement(np.array([held]), 4) for held in ([0, 1, 2, 3], [2, 1, 0, 3]))
-    moved = moved_between(base, target, TWO_NODES)
-    price = MigrationCost(SMALL, slow, stretch=0.0)
-
-    # 5 of 10 GB/s for 4 ms, in which rows of 0.9 of the time take twice as long.
-    assert price.lost_s(moved, TWO_NODES, is_async=True, network_part=0.9) == pytest.approx(
-        0.9 * 4e-3
-    )
-    assert price.lost_s(moved, TWO_NODES, is_async=True, network_part=0.0) == 0.0
 
 
 def test_ranks_that_share_a_port_wait_for_each_other_s_rows() -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from eplb import Topology, plan
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
-from eplb.errors import ConfigError
-from eplb.policies.table import POLICIES, greedy_policy, register_policy
+from eplb.policies.table import POLICIES
 from simulations.peers import PEERS, moving_average, register_peers
 from simulations.peers.flashlb import FlashlbWhenDue, flashlb
 
@@ -28,11 +26,6 @@ def test_peers_registered_are_planned_with_by_name() -> None:
 
     assert found.policy == "greedy_on_last"
     assert set(PEERS) <= set(POLICIES)
-
-
-def test_policy_table_name_of_another_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="policy 'greedy' is registered already"):
-        register_policy("greedy", lambda problem: greedy_policy(problem))
 
 
 def test_greedy_on_last_window_ignores_earlier_windows() -> None:

@@ -17,7 +17,7 @@ from eplb import ModelShape, preset
 from eplb.core.kernels import kernel_for
 from eplb.errors import ConfigError
 from simulations.inputs import model_named
-from simulations.recommend import MemoryModel, Question, Speculation, part_of, recommend
+from simulations.recommend import MemoryModel, Question, Speculation, recommend
 from simulations.report import limit_of
 from simulations.step_time import hardware_named
 from simulations.windows import RecordedDeployment, WindowSeries
@@ -83,12 +83,6 @@ def test_gain_below_the_error_of_times_is_not_told_as_one() -> None:
     assert "dispatch and combine" in told[2]
 
 
-def test_batches_never_beat_the_bound_of_any_placement() -> None:
-    for hot in (1, 9):
-        for batch in recommend(question(hot=hot)).batches:
-            assert batch.perfect_ms <= min(batch.none_ms, batch.planned_ms)
-
-
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
     one_slot = MODEL.num_layers * MODEL.expert_bytes
     answer = recommend(question(hot=9, spare_bytes=one_slot / 2))
@@ -96,11 +90,6 @@ def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
     assert answer.best.redundant == 0
     assert [one.redundant for one in answer.unfit] == [1]
     assert "does not fit: EP4 with 5 slots a rank lacks 0.1 GB" in answer.sentences()[-1]
-
-
-def test_question_without_a_fitting_candidate_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no candidate fits 141 GB a rank: EP4 with 4 slots"):
-        recommend(question(hot=9, spare_bytes=-1.0))
 
 
 @pytest.mark.parametrize(
@@ -118,18 +107,6 @@ def test_question_without_a_fitting_candidate_is_refused() -> None:
 def test_question_that_cannot_be_asked_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         question(hot=1, **changes)
-
-
-@pytest.mark.parametrize(("is_latest", "kept"), [(False, [0, 1, 2]), (True, [3, 4, 5])])
-def test_part_of_a_source_is_its_first_or_its_latest_windows(
-    is_latest: bool, kept: list[int]
-) -> None:
-    source = WindowSeries(1, 1, lambda: (np.full((1, 1), number) for number in range(6)), 6)
-
-    part = part_of(source, 3, is_latest=is_latest)
-
-    assert [int(window[0, 0]) for window in part] == kept
-    assert part.num_windows == 3
 
 
 def of_shape(

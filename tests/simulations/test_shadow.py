@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.engine_files import seeds
-from benchmarks.engine_files.seeds import per_pass, torch_file
 from benchmarks.over_time.replay import Deployment
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
@@ -35,6 +33,8 @@ from simulations.workloads import generate
 from telemetry.formats.types import ReadOptions, rows_in_order
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.formats import seeds
+from tests.support.formats.seeds import per_pass, torch_file
 from tests.support.stores import sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)

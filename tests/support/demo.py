@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,9 +23,6 @@ from telemetry.state.events import Event
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.sessions import pids_of, processes_of
-
-if TYPE_CHECKING:
-    import httpx
 
 if TYPE_CHECKING:
     import httpx
@@ -228,11 +226,14 @@ class DemoProcess:
 
         return httpx.get(f"{self.url}{path}", timeout=None, trust_env=False)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    def post(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> httpx.Response:
         """Ask its HTTP service for a change."""
         import httpx
 
-        return httpx.post(f"{self.url}{path}", json=body, timeout=None, trust_env=False)
+        given = {"json": body, "headers": headers, "timeout": None, "trust_env": False}
+        return httpx.post(f"{self.url}{path}", **given)
 
     @property
     def errors(self) -> str:

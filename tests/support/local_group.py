@@ -20,7 +20,7 @@ from runtime.streams import Completion
 
 
 class LocalHost:
-    """``HostMemory`` without a host cache: the records of the disk are in this process."""
+    """In place of ``HostCacheClient``: the records of the disk are in this process."""
 
     ranks: frozenset[int] = frozenset()
 

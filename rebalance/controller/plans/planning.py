@@ -22,6 +22,7 @@ from eplb.core.jit import FloatArray
 from eplb.core.load import FEWEST_WINDOWS, LoadHistory
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
+from eplb.core.topology import Topology
 from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.explanation import finite
 from eplb.decision.score import objective_for
@@ -30,6 +31,7 @@ from eplb.errors import ConfigError, EplbError, PlacementError, StoreError
 from eplb.fitting import Coverage, FittingCordons, arrivals
 from eplb.measure import imbalance
 from eplb.migration.spares import compact
+from eplb.migration.survivors import relieved
 from eplb.planner import Plan, plan, plan_to
 from eplb.search.legality import violations_of
 from rebalance.controller.load import ServingGroup
@@ -142,7 +144,7 @@ class Planning:
         unseen = _unseen(group, past, settings, track.unseen(group.complete_windows(), current))
         topology = settings.request.topology(group.topology)
         if settings.spare_slots:
-            current, topology = compact(current, topology, settings.spare_slots)
+            current, topology = _compacted(current, topology, settings.spare_slots)
         groups = group.model.num_expert_groups
         cordons = settings.request.cordoned(current, topology, groups)
         coverage = settings.request.coverage(past, current, cordons, group.model)
@@ -209,8 +211,8 @@ class Planning:
         topology = settings.request.topology(group.topology)
         check_fits(earlier, topology)
         if settings.spare_slots:
-            earlier, _ = compact(earlier, topology, settings.spare_slots)
-            current, topology = compact(current, topology, settings.spare_slots)
+            earlier, _ = _compacted(earlier, topology, settings.spare_slots)
+            current, topology = _compacted(current, topology, settings.spare_slots)
         cordons = settings.request.cordoned(current, topology, group.model.num_expert_groups)
         if arrives := arrivals(cordons.cordoned, current, earlier, topology):
             raise PlacementError(f"{why}: {arrives}; expected it uncordoned first")
@@ -292,7 +294,7 @@ class Planning:
         """Why a rank that is to leave cannot be drained; "": all can."""
         topology = settings.request.topology(group.topology)
         if settings.spare_slots:
-            serving, topology = compact(serving, topology, settings.spare_slots)
+            serving, topology = _compacted(serving, topology, settings.spare_slots)
         groups = group.model.num_expert_groups
         cordons = settings.request.cordoned(serving, topology, groups)
         stuck = tuple(f"rank {rank} " for rank in leaving if not cordons.topology.drained[rank])
@@ -359,6 +361,13 @@ def suspected_change(seen: LoadHistory, balance: FloatArray) -> int:
         return 0
     deviation = float(old.std(ddof=1)) * (1 / len(old) + 1 / len(new)) ** 0.5
     return num_new if new.mean() - old.mean() > FAR_WORSE * deviation else 0
+
+
+def _compacted(
+    serving: Placement, topology: Topology, spare_slots: int
+) -> tuple[Placement, Topology]:
+    """What serves as policies see it; ranks that refilled into their spares have them again."""
+    return compact(relieved(serving, topology, spare_slots), topology, spare_slots)
 
 
 def _summed(windows: Sequence[Window]) -> LoadHistory:

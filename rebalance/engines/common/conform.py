@@ -48,8 +48,7 @@ from rebalance.engines.common.fsck.check import (
     agreed,
     digests_of,
 )
-from rebalance.engines.common.fsck.report import CONFORMANCE, Fault
-from rebalance.engines.common.start import set_part
+from rebalance.engines.common.fsck.report import Fault
 from rebalance.engines.common.tap import IntArray
 
 log = logging.getLogger(__name__)
@@ -303,52 +302,6 @@ def all_faults(view: EngineView, references: References) -> list[Fault]:
     check = PlacementCheck(view, references, lambda: 0.0, 1.0)
     found = [one for _ in range(2 * check.num_slots) for one in check.visit(is_idle=True)]
     return list(dict.fromkeys(found))
-
-
-def sampled(methods: dict[int, str]) -> list[int]:
-    """The first and the last layer of each quantisation."""
-    of_method: dict[str, list[int]] = {}
-    for layer, method in methods.items():
-        of_method.setdefault(method, []).append(layer)
-    return sorted({layer for layers in of_method.values() for layer in (layers[0], layers[-1])})
-
-
-def preflight(
-    engine: str,
-    methods: dict[int, str],
-    subject_of: Callable[[list[int]], Subject],
-    write: Callable[[str, dict[str, Any]], object],
-    *,
-    is_sampled: bool,
-) -> list[int]:
-    """Prove the layers of a model before it serves; return those that must keep their map.
-
-    Collective. Layers of a quantisation of which a sampled one is not proved are refused too. What
-    is refused is in the log, in the gauge's part ``conformance``, and an event.
-
-    Args:
-        engine: name of the gauge.
-        methods: the quantisation of each layer.
-        subject_of: makes the subject of some layers.
-        write: where an event goes beside the log.
-        is_sampled: whether two layers of each quantisation stand for the others.
-    """
-    chosen, verdicts = sampled(methods) if is_sampled else list(methods), list[LayerVerdict]()
-    try:
-        for layer in chosen:  # one at a time: a copy of its weights is kept meanwhile
-            verdicts += prove(subject_of([layer]))
-        why = {one.method: str(one) for one in verdicts[::-1] if not one.may_move}
-    except Exception as exc:
-        log.debug("preflight", exc_info=True)
-        why = dict.fromkeys(methods.values(), f"the preflight failed: {reason_of(exc)}")
-    refused = [layer for layer, method in methods.items() if method in why]
-    set_part(engine, "conformance", is_on=not refused)
-    for method, text in why.items():
-        layers = [layer for layer in refused if methods[layer] == method]
-        log.error("layers %s keep their map: %s", layers, text)
-        write(CONFORMANCE, {"layers": layers, "text": text})
-    log.info("conformance: %d of %d layers may move", len(methods) - len(refused), len(methods))
-    return refused
 
 
 def report(engine: str, verdicts: Sequence[LayerVerdict], not_run: Mapping[str, str]) -> str:

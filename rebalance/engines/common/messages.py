@@ -13,7 +13,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import Phase
+from eplb.core.load import LoadSample
 from telemetry.state.codec import pack, unpack
 from telemetry.state.runs import RunInfo
 
@@ -79,20 +79,6 @@ class Noted:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
-    """A ``LoadSample``, but for deployment, run and rank."""
-
-    sequence: int
-    time: float
-    first_step: int
-    last_step: int
-    phase: Phase
-    generation: int
-    tokens: NDArray[np.int64]
-    slot_to_expert: NDArray[np.int32] | None  # None: column e is expert e
-
-
-@dataclass(frozen=True, eq=False)
 class PassWindow:
     """Tokens of all ranks in some passes, for the planner."""
 
@@ -123,8 +109,9 @@ class LinkReport:
     plans: bool | None = None  # whether the last plan was made; None: none was asked for
 
 
+END = b""  # the last message of a rank
 # From the rank, and to the rank.
-ToStore = Sample | MapChange | Noted | MoveOutcome | PassWindow | PlanQuestion
+ToStore = LoadSample | MapChange | Noted | MoveOutcome | PassWindow | PlanQuestion
 Reply = LinkReport | PlanQuestion | PlannerAnswer
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(ToStore | Reply), SampleOrigin)}
 NESTED: dict[str, Any] = {"info": RunInfo, "question": PlanQuestion}

@@ -42,13 +42,6 @@ class EngineSettings:
     check: Annotated[
         bool, Setting("compare live slots with the experts of the map, now and then")
     ] = True
-    preflight: Annotated[
-        Literal["sample", "all", "off"],
-        Setting(
-            "prove at the start that layers keep their outputs when experts move, and refuse to "
-            "balance the others; sample: two layers of each quantisation"
-        ),
-    ] = "off"  # no GPU has run it
     records: Annotated[
         Literal["auto", "on", "off"],
         Setting(

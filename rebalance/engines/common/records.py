@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,7 @@ from rebalance.stage.stager import Stager
 from rebalance.threads.waiting import WAIT_S
 from rebalance.types import Digest, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
-from rebalance.weights.cache.engine_records import EngineRecordsClient, address_of
-from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.cache.engine_records import EngineRecords, EngineRecordsClient
 from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.expert_records import (
     Tensors,
@@ -104,12 +104,12 @@ class Kept:
 
     Args:
         client: of the host cache, which fills itself from other hosts and from disk.
-        server: the host cache, if it is in this rank.
+        server: what serves it, if that is in this rank.
         digests: [L, E, 2] of every expert at the load.
     """
 
     def __init__(
-        self, client: EngineRecordsClient, server: HostCacheServer | None, digests: torch.Tensor
+        self, client: EngineRecordsClient, server: EngineRecords | None, digests: torch.Tensor
     ) -> None:
         self._client, self.server, self._lock = client, server, threading.Lock()
         self._is_closed, self._digests = False, digests
@@ -262,13 +262,13 @@ def _attached(
     origin: RecordOrigin,
     group: dist.ProcessGroup,
     undo: ExitStack,
-) -> tuple[EngineRecordsClient, HostCacheServer | None]:
+) -> tuple[EngineRecordsClient, EngineRecords | None]:
     """Attach to the host cache of this host, which its first rank has where no process does."""
+    client_at = partial(EngineRecordsClient, origin=origin, deadline_s=CONNECT_S)
     of_process, why_not = None, "the deployment has no secret on this host"
     if process is not None:
         try:
-            client = EngineRecordsClient(process, origin, deadline_s=CONNECT_S)
-            of_process = undo.enter_context(closing(client))
+            of_process = undo.enter_context(closing(client_at(process)))
         except MigrationError as exc:
             why_not = str(exc)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -278,21 +278,19 @@ def _attached(
     first = next(rank for rank, (other, _) in enumerate(ranks) if other == machine)
     place = HostCacheAddress(f"rank-{ranks[first][1]}", bytes.fromhex(ranks[first][1]))
 
-    def make_server() -> HostCacheServer | None:
+    def make_server() -> EngineRecords | None:
         if of_process is not None or first != dist.get_rank(group):
             return None
         if settings.engine.records != "on":
             raise MigrationError(why_not)
         log.info("records of experts are kept in this process: %s", why_not)
         own = replace(settings.host_cache, num_readers=NUM_READERS)
-        server = HostCacheServer.of_offers(address_of(place, origin), origin, own)
-        return undo.enter_context(closing(server))
+        return undo.enter_context(closing(EngineRecords(place, own)))
 
     def attach() -> EngineRecordsClient:
         if of_process is not None:
             return of_process
-        client = EngineRecordsClient(place, origin, deadline_s=CONNECT_S, is_embedded=True)
-        return undo.enter_context(closing(client))
+        return undo.enter_context(closing(client_at(place)))
 
     server = together(make_server, group)
     return together(attach, group), server

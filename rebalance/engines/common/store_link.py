@@ -2,7 +2,7 @@
 
 A rank of an engine starts it (``store_process``), and it ends with the connection. The interpreter
 of the engine is therefore never held up by what a sample costs on its way to the store, and what a
-rank has handed over survives the rank's death. A store that is gone is tried again; samples wait in
+rank has sent survives the rank's death. A store that is gone is tried again; samples wait in
 memory or in the spool meanwhile.
 
 On rank 0 it also holds the lease of the deployment, so that two engines never share a run, and the
@@ -47,7 +47,6 @@ from rebalance.engines.common.messages import (
     PlannerAnswer,
     PlanQuestion,
     Reply,
-    Sample,
     SampleOrigin,
     ToStore,
     from_bytes,
@@ -83,12 +82,12 @@ class StoreLink:
 
     def __init__(self, identity: SampleOrigin, reply: Callable[[Reply], None]) -> None:
         self._identity, self._reply = identity, reply
-        self._samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._samples: deque[LoadSample] = deque(maxlen=MOST_SAMPLES)
         self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
         self._maps: deque[MapChange] = deque(maxlen=MOST_MAPS)
         self._outcomes: deque[MoveOutcome] = deque()
         self._queues: dict[type, deque[Any]] = {
-            Sample: self._samples,
+            LoadSample: self._samples,
             MapChange: self._maps,
             Noted: self._events,
             MoveOutcome: self._outcomes,
@@ -249,17 +248,11 @@ class StoreLink:
 
     def _offer(self) -> None:
         assert self._reporter is not None, "the store is open"
-        identity = self._identity
         while self._samples:
-            fields = vars(self._samples.popleft())
-            if fields["slot_to_expert"] is None:
-                shape = fields["tokens"].shape
-                experts = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-                fields = fields | {"slot_to_expert": experts}
+            sample = self._samples.popleft()
             # The rank dates its samples by its host's clock, as this process reads it.
-            fields = fields | {"time": fields["time"] - self._reporter.clock.offset_s}
-            owner = identity.deployment, identity.info.run, identity.rank
-            self._reporter.offer(LoadSample(*owner, **fields))
+            offset_s = self._reporter.clock.offset_s
+            self._reporter.offer(replace(sample, time=sample.time - offset_s))
 
     def _commit(self, store: StateStore) -> None:
         """Write maps that serve, oldest first; one that cannot be written waits for the store."""
@@ -425,7 +418,7 @@ def why_refused(kind: str, request: Mapping[str, Any]) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Serve a rank until its end of the connection is closed."""
+    """Serve a rank until its last message, or its death."""
 
     def reply(what: Reply) -> None:
         with suppress(OSError):  # the rank is gone; its messages are still written
@@ -433,8 +426,8 @@ def serve(connection: Connection) -> None:
 
     link = StoreLink(from_bytes(connection.recv_bytes()), reply)
     with suppress(EOFError, OSError):
-        while True:
-            link.take(from_bytes(connection.recv_bytes()))
+        while message := connection.recv_bytes():
+            link.take(from_bytes(message))
     link.close()
 
 

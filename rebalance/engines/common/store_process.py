@@ -1,15 +1,12 @@
 """A rank's end of the connection to its process at the store (``store_link``).
 
-The step appends to a queue and writes what the connection takes at once: no lock, no wait, no
-thread to wake, and no wait for a device. A thread starts the process, reads its rare replies, and
-starts it again if it dies.
+The step appends to a queue: no lock, no wait, and no wait for a device. A thread starts the
+process, sends it what waits, reads its rare replies, and starts it again if it dies.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -17,8 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any
 
 from eplb.core.model import ModelShape
@@ -27,6 +25,7 @@ from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.assembly.config import ReportingConfig
 from rebalance.engines.common.fsck.report import PARTS
 from rebalance.engines.common.messages import (
+    END,
     UNREAD,
     MapChange,
     Noted,
@@ -48,11 +47,10 @@ log = logging.getLogger(__name__)
 
 MOST_WINDOWS = 64  # for the planner, that wait with the samples; each is of all ranks
 MOST_WAITING = 1024  # samples and events while the process starts; further ones are dropped
-LOOK_S = 1.0  # how often the thread writes what waits while no step does
+LOOK_S = 0.05  # how often the thread sends what waits
 STATE_S = 10.0  # from one event with the state of this rank to the next, except to the last
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the process is started again
 MODULE = "rebalance.engines.common.store_link"
-LONGEST_FRAME = 0x7FFFFFFF  # that ``Connection`` reads with a length of four bytes
 
 Make = Callable[[], ToStore]
 
@@ -67,9 +65,7 @@ class StoreProcess:
 
     def __init__(self, engine: str, identity: SampleOrigin) -> None:
         self._engine, self._identity = engine, identity
-        self._waiting: deque[tuple[Any, Make]] = deque()
-        self._frame = self._rest = memoryview(b"")  # the message that is written, and what is left
-        self._writing = Lock()  # by whoever writes; nobody waits for it
+        self._waiting: deque[tuple[Any, Make]] = deque()  # with the device's event, or None
         self._sequence = self.num_dropped = self.num_failures = 0
         self._map: MapChange | None = None  # the latest, which a new process gets first
         self.questions: deque[PlanQuestion] = deque()  # questions of the store's tasks
@@ -77,7 +73,6 @@ class StoreProcess:
         self.ready: PlannerAnswer | None = None  # a plan of the process; who begins it sets None
         # Why nothing may move now, by the deployment's switches; on rank 0.
         self.why_kept = UNREAD if identity.is_first else ""
-        self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._has_report = False  # whether a process has reported if it reaches the store
         self._state: dict[str, Any] = {}  # the state of this rank as it was last sent to the store
@@ -96,7 +91,8 @@ class StoreProcess:
         """Hand over a sample of some rows and columns. Never waits and never raises."""
         number = self._sequence
         self._sequence += 1
-        self._offer(lambda: counted.sample(number, rows, columns), counted.copied)
+        origin = self._identity
+        self._offer(lambda: counted.sample(origin, number, rows, columns), counted.copied)
 
     def add_window(self, counted: Counted, weights: IntArray) -> None:
         """Hand over all ranks' tokens by slot for the planner. Never waits and never raises."""
@@ -126,56 +122,17 @@ class StoreProcess:
             self.num_dropped += 1
             return False
         self._waiting.append((copied, make))
-        self.flush()
         return True
-
-    def flush(self) -> None:
-        """Write what the connection takes now. Never waits and never raises."""
-        if not self._waiting and not self._rest and not self._end.is_set():
-            return
-        if self._writing.acquire(blocking=False):
-            try:
-                if self._socket is not None:
-                    self._write(self._socket)
-            except OSError:
-                pass  # full, or the process is gone: the thread starts another
-            except Exception:
-                self.num_dropped += 1
-                log.exception("a sample was lost")
-            finally:
-                self._writing.release()
-
-    def _write(self, connection: socket.socket) -> None:
-        """Write until the connection is full, or the device has not copied the next sample yet."""
-        while self._rest or self._waiting:
-            if not self._rest:
-                copied, make = self._waiting[0]
-                if copied is not None and not copied.query():
-                    return
-                self._waiting.popleft()
-                self._frame = self._rest = memoryview(framed(make()))
-            sent = connection.send(self._rest, socket.MSG_DONTWAIT)
-            self._rest = self._rest[sent:]
-        if self._end.is_set() and self._has_report:
-            self._send_state()
-            if self._waiting:
-                self._write(connection)
-            else:
-                connection.shutdown(socket.SHUT_WR)  # the process ends once it has read all
 
     def close(self, timeout_s: float) -> bool:
         """Have what waits written, up to a deadline; whether the process ended."""
         self._end.set()
-        deadline = time.monotonic() + timeout_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self.flush()
-            self._thread.join(0.01)
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close_soon(self) -> None:
         """Have the process end once it has written what it has; no wait for it."""
         self._end.set()
-        self.flush()
 
     def _run(self) -> None:
         pause_s = FIRST_PAUSE_S
@@ -197,8 +154,8 @@ class StoreProcess:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _serve(self) -> None:
-        """Start the process, and read its replies until it ends."""
-        ours, theirs = socket.socketpair()
+        """Start the process, send it what waits, and read its replies until it ends."""
+        ours, theirs = Pipe()
         with theirs:
             child = subprocess.Popen(
                 [sys.executable, "-m", MODULE, str(theirs.fileno())],
@@ -208,34 +165,48 @@ class StoreProcess:
             )
         self._child = child
         try:
-            with ours, Connection(ours.dup().detach()) as replies:
-                ours.sendall(framed(self._identity))
+            with ours, suppress(EOFError, ConnectionError):
+                ours.send_bytes(to_bytes(self._identity))
                 self._begin(ours)
-                with suppress(EOFError, ConnectionError):
-                    while True:
-                        if replies.poll(LOOK_S):
-                            self._take(from_bytes(replies.recv_bytes()))
-                        is_due = time.monotonic() >= self._next_state and not self._end.is_set()
-                        if is_due and self._has_report:
-                            self._send_state()
-                        self.flush()
+                while not self._is_all_sent(ours):
+                    if ours.poll(LOOK_S):
+                        self._take(from_bytes(ours.recv_bytes()))
+                while True:
+                    self._take(from_bytes(ours.recv_bytes()))
         finally:
-            self._socket = None
             if not self._end.is_set():
                 child.kill()
             child.wait()
 
-    def _begin(self, connection: socket.socket) -> None:
-        """Go on with a new process: it gets the latest map, and the message that was cut."""
+    def _begin(self, connection: Connection) -> None:
+        """Go on with a new process, which gets the latest map."""
         self.questions.clear()  # the new process claims the tasks that are still open
         self.is_asked = False
-        with self._writing:
-            self._rest = self._frame if self._rest else self._rest
-            if self._map is not None:
-                # Its question was of the process that died.
-                connection.sendall(framed(replace(self._map, question=None)))
-            self._socket = connection
-        self.flush()
+        if self._map is not None:
+            # Its question was of the process that died.
+            connection.send_bytes(to_bytes(replace(self._map, question=None)))
+
+    def _is_all_sent(self, connection: Connection) -> bool:
+        """Send what waits and the device has copied; whether that was all, and the end after it."""
+        while self._waiting:
+            copied, make = self._waiting[0]
+            if copied is not None and not copied.query():
+                return False
+            try:
+                body = to_bytes(make())
+            except Exception:
+                self.num_dropped += 1
+                log.exception("a sample was lost")
+            else:
+                connection.send_bytes(body)
+            self._waiting.popleft()  # not before: a new process gets what this one did not
+        is_ending = self._end.is_set()
+        if self._has_report and (is_ending or time.monotonic() >= self._next_state):
+            self._send_state()
+        if not (is_ending and self._has_report) or self._waiting:
+            return False
+        connection.send_bytes(END)
+        return True
 
     def _send_state(self) -> None:
         """Write which parts are off, and what was lost, as an event once it has changed.
@@ -297,10 +268,3 @@ def identity_of(
         planning |= {"whole": whole, "engine": group.engine}
         planning["groups"] = tuple(group_name(whole, one) for one in group.all)
     return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **planning)
-
-
-def framed(message: ToStore | SampleOrigin) -> bytes:
-    """A message as ``Connection.recv_bytes`` reads it."""
-    body = to_bytes(message)
-    assert len(body) <= LONGEST_FRAME, "a sample has few megabytes"
-    return struct.pack("!i", len(body)) + body

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eplb.core.load import Phase
-from rebalance.engines.common.messages import Sample
+from eplb.core.load import LoadSample, Phase
+from rebalance.engines.common.messages import SampleOrigin
 
 IntArray = NDArray[np.int64]
 
@@ -41,18 +41,23 @@ class Counted:
         tokens: IntArray = self.tokens.numpy()
         return tokens
 
-    def sample(self, sequence: int, rows: Any, columns: slice) -> Sample:
+    def sample(self, origin: SampleOrigin, sequence: int, rows: Any, columns: slice) -> LoadSample:
         """The sample of some rows and columns, with its number."""
-        held = None if self.held is None else self.held[rows, columns].astype(np.int32)
-        return Sample(
+        held = self.held
+        if held is None:
+            held = np.broadcast_to(np.arange(self.tokens.shape[1]), self.tokens.shape)
+        return LoadSample(
+            origin.deployment,
+            origin.info.run,
+            origin.rank,
             sequence,
             self.time,
             self.first_step,
             self.last_step,
             self.phase,
             self.generation,
+            held[rows, columns].astype(np.int32),
             self.on_host()[rows, columns],
-            held,
         )
 
 

@@ -6,11 +6,9 @@ Shapes:  L rows that are proved, S slots of all ranks, C slots of this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from rebalance.engines.common.conform import Matrix, Operands, Subject
@@ -48,12 +46,6 @@ def subject_of(
         lambda target: live.update(wanted(target), update_layer_ids=rows),
         lambda row: operands_of(experts_of(view, row), view.num_own),
     )
-
-
-def copied(live: Any) -> Any:
-    """The engine's metadata with tensors of their own, to be put back later."""
-    tensors = {name: one for name, one in vars(live).items() if isinstance(one, torch.Tensor)}
-    return replace(live, **{name: one.clone() for name, one in tensors.items()})
 
 
 def experts_of(view: EngineView, row: int) -> Any:

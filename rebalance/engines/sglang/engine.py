@@ -112,8 +112,8 @@ def model_name() -> str:
     return f"sglang {version('sglang')} {model.model_path} {layout}"
 
 
-def shape_of(manager: Any, rank: int, refused: list[int]) -> Shape:
-    """Describe the model and its ranks; ``refused``: rows that keep their map.
+def shape_of(manager: Any, rank: int) -> Shape:
+    """Describe the model and its ranks.
 
     Raises:
         ConfigError: the model does not show its experts' weights.
@@ -139,7 +139,6 @@ def shape_of(manager: Any, rank: int, refused: list[int]) -> Shape:
         num_slots=int(live.num_physical_experts),
         algorithm=str(get_exec().moe.ep_dispatch_algorithm),
         rows=sorted(weights),
-        refused=refused,
     )
 
 

@@ -10,7 +10,7 @@ Shapes:  T windows, L rows of the engine's map, E experts, S slots, R ranks.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,6 @@ class Shape:
     num_slots: int
     algorithm: str  # the engine's --ep-dispatch-algorithm
     rows: list[int]  # with routed experts
-    refused: list[int] = field(default_factory=list)  # among them: not proved, their map stays
 
     @property
     def own(self) -> slice:
@@ -72,9 +71,8 @@ class Shape:
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def movable(self, num_rows: int) -> NDArray[np.bool_]:
-        """[L] which rows have routed experts that may move."""
-        rows = np.arange(num_rows)
-        return np.isin(rows, self.rows) & ~np.isin(rows, self.refused)
+        """[L] which rows have routed experts."""
+        return np.isin(np.arange(num_rows), self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +264,7 @@ def check_plan(planned: Planned, held: IntArray, shape: Shape) -> None:
     Placement(found.astype(np.int32), num_experts)
     strays = np.flatnonzero((found != held).any(axis=1) & ~shape.movable(len(held)))
     if strays.size:
-        raise PlacementError(f"row {strays[0]} has no experts that may move, expected it unchanged")
+        raise PlacementError(f"row {strays[0]} has no routed experts, expected it unchanged")
     rows, experts = np.arange(len(held))[:, None, None], np.arange(num_experts)[:, None]
     wrong = np.argwhere(found[rows, planned.sources] != experts)
     for row, expert, rank in wrong[:1]:

@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from eplb.core.load import Phase
 from eplb.errors import EplbError, reason_of
-from rebalance.engines.common.conform import Subject, preflight
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlannerAnswer, PlanQuestion
 from rebalance.engines.common.plugin_settings import PluginSettings
@@ -42,7 +41,6 @@ from rebalance.engines.common.start import Joined, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
-from rebalance.engines.sglang.conform import copied, methods_of, subject_of
 from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
 from rebalance.weights.expert_records import Tensors, rows_of
@@ -135,8 +133,6 @@ class Rounds:
         self._weights: IntArray | None = None
         self._checked = -1  # generation whose choices of replicas were compared
         self.checks: RankCheck | None = None
-        self.refused: list[int] = []  # rows that are not proved, so that their map stays
-        self._events: list[tuple[str, dict[str, Any]]] = []  # until there is a store
         self.kept: Kept | None = None  # records of all experts; on all ranks, or on none
         self.generation = joined.base_generation
         self.broken = (
@@ -149,13 +145,9 @@ class Rounds:
         if self.stopped:
             return
         self._pass += 1
-        if self.recorder is not None:
-            self.recorder.flush()  # what the device had not copied before
         with self._collective():
             if self._pass == 1:  # the server's warm-up: nothing has moved yet
                 self._keep_records()
-                if self._settings.engine.preflight != "off":
-                    self._prove()
             if self._pass % self._every == 0:
                 self._round()
         if self.stopped:
@@ -226,26 +218,6 @@ class Rounds:
         self.kept = capture(find, self._group, self._settings, engine.model_name())
         set_part("sglang", "records", is_on=self.kept is not None)
 
-    def _prove(self) -> None:
-        """Refuse to balance rows that are not proved; collective."""
-        view = engine.view_of(self._manager, self._rank)
-        start = copied(engine.metadata())
-
-        def subject(rows: list[int]) -> Subject:
-            return subject_of(
-                view, self._group, rows, lambda wanted: engine.move(self._manager, wanted, rows)
-            )
-
-        self.refused = preflight(
-            "sglang",
-            methods_of(view, view.rows),
-            subject,
-            lambda event, detail: self._events.append((event, detail)),
-            is_sampled=self._settings.engine.preflight == "sample",
-        )
-        engine.metadata().update(start, update_layer_ids=view.rows)  # lists and choices too
-        engine.forget_records()
-
     def _restore_wrong(self, rows: list[int]) -> None:
         """Give slots of rows that have moved, and are wrong, their kept records; collective.
 
@@ -311,7 +283,7 @@ class Rounds:
 
     def _begin_store(self) -> None:
         """Start the process at the store, once the model is known; that of rank 0 plans too."""
-        shape = engine.shape_of(self._manager, self._rank, self.refused)
+        shape = engine.shape_of(self._manager, self._rank)
         planning = {"planner": PLANNER, "terms": terms_of(shape, self._settings)}
         identity = identity_of(
             self._settings,
@@ -322,8 +294,6 @@ class Rounds:
             **{} if self._rank else planning,
         )
         self._shape, self.recorder = shape, StoreProcess("sglang", identity)
-        for event, detail in self._events:
-            self.recorder.note(event, detail)
         self._note_placement("the engine's map at the start", None, None)
 
     def _taken(self) -> tuple[torch.Tensor, int, Phase]:

@@ -56,10 +56,7 @@ def policy_class(process: PluginProcess, own: Any) -> type:
                 found: torch.Tensor = own.rebalance_experts(
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old
                 )
-                if old is None or not process.refused_layers:
-                    return found
-                both = (np.array(one.cpu().numpy(), dtype=np.int64) for one in (found, old))
-                return torch.from_numpy(process.with_refused(*both))
+                return found
             held = np.array(old.cpu().numpy(), dtype=np.int64)
             load = np.array(weight.cpu().numpy(), dtype=np.int64)
             if not load.any():  # profiling, or nothing was served: alike on all ranks
@@ -78,8 +75,6 @@ def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
     wanted, repeats = message.numpy()
-    wanted = process.with_refused(wanted, held)
-    repeats[(wanted != message[0].numpy()).any(axis=1)] = 0
     standing = process.decisions.of_map(held, num_experts)
     # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
     is_planned = (standing is not None and standing.is_planned) or not np.array_equal(wanted, held)

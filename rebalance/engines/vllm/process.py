@@ -21,7 +21,6 @@ import torch.distributed as dist
 import eplb
 from eplb.core.load import Phase
 from eplb.errors import MigrationError, RankError
-from rebalance.engines.common.conform import preflight
 from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
 from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
@@ -31,7 +30,7 @@ from rebalance.engines.common.records import Kept, capture
 from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.conform import experts_of, method_of, read_of, subject_of
+from rebalance.engines.vllm.conform import experts_of, read_of
 from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
@@ -77,7 +76,6 @@ class PluginProcess:
         self.checks: RankCheck | None = None  # of the slots of the target model
         self.kept: Kept | None = None  # records of the target model
         self.generation = 0  # generation of the map that serves on all layers, alike on all ranks
-        self.refused_layers: list[int] = []  # unproved layers of the target model
         self.refused = ""  # why the plug-in stays off in this process
         self._joined: Joined | None = None
         self._tap: LoadTap | None = None
@@ -158,37 +156,12 @@ class PluginProcess:
             self._begin_check()
         if self.is_on("mover"):
             self._keep_records(model_config)
-        if self.settings.engine.preflight != "off":
-            self._prove()
         if self.checks is not None and self.kept is not None:
             self.checks.repair_from(self.kept)
-
-    def _prove(self) -> None:
-        """Refuse to balance layers of the target that are not proved; collective."""
-        try:
-            target = together(self._taken_over, self.group.cpu_group)
-        except MigrationError as exc:
-            log.error("no layer is proved: %s", exc)
-            return
-        layers = target.model.moe_layers
-        self.refused_layers = preflight(
-            "vllm",
-            {layer: method_of(experts_of(one)) for layer, one in enumerate(layers)},
-            lambda some: subject_of(target.model_state, target.held, self.group, some),
-            self._note,
-            is_sampled=self.settings.engine.preflight == "sample",
-        )
 
     def _note(self, event: str, detail: dict[str, Any]) -> None:
         if self.recorder is not None:
             self.recorder.note(event, detail)
-
-    def with_refused(self, wanted: IntArray, held: IntArray) -> IntArray:
-        """[L, P] a map that is wanted in place of another, but for layers that must stay."""
-        if self._target is not None and np.array_equal(held, self._target.held):
-            wanted = wanted.copy()
-            wanted[self.refused_layers] = held[self.refused_layers]
-        return wanted
 
     def _take_over(self, state: Any, num_nodes: int, *, is_draft: bool) -> None:
         model_state = list(state.model_states.values())[-1]
@@ -330,7 +303,6 @@ class PluginProcess:
             assert self.recorder is not None, "a tap has a recorder"
             for counted in self._tap.add(load, held, phase, self.generation):
                 self.recorder.add(counted)
-            self.recorder.flush()  # what the device had not copied before
             if not state._should_record_current_step(log_stats=log_stats):
                 for each in state.model_states.values():
                     each.expert_load_pass.zero_()  # vLLM did not ask for this pass

@@ -7,14 +7,16 @@ import math
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from eplb.errors import MigrationError
+from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.local import holder_of, listen_under, peer_of
 from rebalance.weights.link.secret import Secret
 from rebalance.weights.link.wire import Message, Wire, client_handshake
 
-PROTOCOL = "eplb-host-cache-2"  # in the address too: version 1 knew another handshake
+PROTOCOL = "eplb-host-cache-3"  # in the address too
 MESSAGE_DEADLINE_S = 10.0  # for the next byte of a started message, and for room to send one
 START_POLL_S = 0.05  # between two connects to a process that does not listen yet
 
@@ -62,6 +64,26 @@ def listen(address: HostCacheAddress) -> socket.socket:
             "expected none"
         )
     return listening
+
+
+def listener_of_ranks(
+    listening: socket.socket,
+    key: bytes,
+    *,
+    hello: Callable[[], Message],
+    serve: Callable[[Wire], None],
+) -> ConnectionListener:
+    """Accept ranks of this host; see ``ConnectionListener``."""
+    return ConnectionListener(
+        listening,
+        "local rank",
+        PROTOCOL,
+        key,
+        hello=hello,
+        serve=serve,
+        silence_s=MESSAGE_DEADLINE_S,
+        handshake_s=MESSAGE_DEADLINE_S,
+    )
 
 
 def connect(

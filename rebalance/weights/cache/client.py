@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,8 +21,7 @@ from eplb.errors import MigrationError
 from eplb.versions import RANKS, Announcement, announcement_from_dict, refusal
 from rebalance.types import CalledOff, Digest, IsWanted, Record, always
 from rebalance.weights.cache.address import HostCacheAddress, connect
-from rebalance.weights.link.wire import Message, malformed_responses_fail
-from rebalance.weights.sources import Place
+from rebalance.weights.link.wire import Message, Wire, malformed_responses_fail
 from runtime.memory import SharedArena, attach
 from runtime.streams import Completion, OnStream, new_stream
 
@@ -39,7 +37,9 @@ LOOK_S = 0.25  # latency of a cancellation, which no condition can signal to thi
 
 
 class HostCacheClient:
-    """A rank's connection: the ``HostMemory`` of a host. Used by one thread, and ``hint`` by any.
+    """A rank's connection: a ``WeightSource`` whose records are leased before they are pulled.
+
+    Used by one thread, and ``hint`` by any.
 
     Args:
         address: of the host cache.
@@ -78,7 +78,7 @@ class HostCacheClient:
     def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
         """Connect, and map the memory [entries, record_bytes] of the host cache."""
         try:
-            wire, hello = connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
+            wire, hello = self._open(deadline_s, start_deadline_s)
         except MigrationError as exc:
             raise MigrationError(f"the host cache {self._name} does not answer: {exc}") from exc
         try:
@@ -97,6 +97,10 @@ class HostCacheClient:
             wire.close()
             raise
         self._wire, self._memory = wire, memory.reshape(-1, self.record_bytes)
+
+    def _open(self, deadline_s: float, start_deadline_s: float) -> tuple[Wire, Message]:
+        """A connection to the host cache, and its hello."""
+        return connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
 
     def _connect_again(self) -> None:
         """Connect to the process that has replaced a dead one.
@@ -146,7 +150,11 @@ class HostCacheClient:
     def lease(
         self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
     ) -> Mapping[str, int]:
-        """Lease those records that are not leased yet. See ``HostMemory.lease``."""
+        """Lease those records that are not leased yet, as ``load``.
+
+        Returns:
+            Bytes that were loaded into host memory for it: "disk", "other_host".
+        """
         missing = [record for record in records if record not in self._entry_of]
         if not missing:
             return {}
@@ -280,22 +288,17 @@ class HostCacheClient:
         answer = self._ask("offer", f"the places of {len(offered)} offers", deadline_s, message)
         return [str(place) for place in answer["places"]]
 
-    def stats(self, *, deadline_s: float) -> Counter[str]:
-        """Return the host's counters, as ``HostCacheServer.stats``.
-
-        Raises:
-            MigrationError: the host cache disconnected or timed out.
-        """
-        return Counter(self._ask("stats", "the statistics", deadline_s, {})["figures"])
-
     # -- bytes
 
     def begin(self, back: torch.cuda.Stream | None) -> None:
         """Return to the mover's own stream after each copy."""
         self._stream.back = back
 
-    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
-        """Order the copy of a part of a leased record. See ``WeightSource.pull``."""
+    def pull(self, record: Record, place: object, offset: int, into: torch.Tensor) -> Completion:
+        """Order the copy of a part of a leased record, whose place is always the host.
+
+        See ``WeightSource.pull``.
+        """
         with self._stream:
             self.read_part(record, offset, into)
             return Completion(is_cuda=self._is_cuda, stream=self._stream.stream)

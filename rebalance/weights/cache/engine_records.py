@@ -3,10 +3,10 @@
 An engine's ranks name the origin of their records, which no other process can know: tensors after
 the engine's own processing, of one slot one after the other. ``eplb host-cache`` waits for the
 first rank to name it, and serves it then. Where no ``eplb host-cache`` runs, one of the host's
-ranks has the host cache in its own process.
+ranks has this in its own process.
 
-    rank --> EngineRecords at place_of_records: "open" an origin --> HostCacheServer of that origin
-    rank --> HostCacheServer: offers, and later loads, as every rank of a host cache
+    rank --> EngineRecords: "open" an origin --> HostCacheServer of that origin: offers, and later
+                                                 loads, as every rank of a host cache
 """
 
 from __future__ import annotations
@@ -14,34 +14,21 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
 from eplb.errors import EplbError, MigrationError
 from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
-from rebalance.weights.cache.address import (
-    MESSAGE_DEADLINE_S,
-    PROTOCOL,
-    HostCacheAddress,
-    connect,
-    listen,
-)
+from rebalance.weights.cache.address import HostCacheAddress, connect, listen, listener_of_ranks
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.disk.offered_records import short_name
 from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.link.listener import ConnectionListener
 from rebalance.weights.link.local import listen_under
-from rebalance.weights.link.wire import Wire
+from rebalance.weights.link.wire import Message, Wire
 
 log = logging.getLogger(__name__)
-
-
-def address_of(place: HostCacheAddress, origin: RecordOrigin) -> HostCacheAddress:
-    """Where the host cache of one origin is found."""
-    return HostCacheAddress(f"{place.name}-{short_name(origin)}", place.key)
 
 
 class EngineRecords:
@@ -62,61 +49,57 @@ class EngineRecords:
         settings: HostCacheSettings,
         server: HostCacheServer | None = None,
     ) -> None:
-        self._place, self._settings = place, settings
+        self._settings = settings
         self._lock = threading.Lock()
         self._origin: RecordOrigin | None = None
         self.server = server
+        self.num_ranks = 0  # that use records of the origin
         self._listener: ConnectionListener | None = None
         listening = listen(place) if server is None else listen_under(place.socket)
         if listening is None:  # several hosts of a deployment may be one machine: it has one place
             log.info("no records of an engine are kept: another process of this host has the place")
             return
-        self._listener = ConnectionListener(
-            listening,
-            "local rank",
-            PROTOCOL,
-            place.key,
-            hello=lambda: {"version": announcement_to_dict(Announcement(HOST_CACHE, ""))},
-            serve=self._serve,
-            silence_s=MESSAGE_DEADLINE_S,
-            handshake_s=MESSAGE_DEADLINE_S,
+        version = announcement_to_dict(Announcement(HOST_CACHE, ""))
+        self._listener = listener_of_ranks(
+            listening, place.key, hello=lambda: {"version": version}, serve=self._serve
         )
 
     def _serve(self, wire: Wire) -> None:
-        """Answer one rank, on its own thread."""
+        """Serve one rank, on its own thread."""
         wire.deadline = math.inf
         message = wire.receive()
-        origin, error = RecordOrigin(**message["open"]), ""
         try:
-            self._open(origin)
+            server = self._opened(RecordOrigin(**message["open"]))
         except (EplbError, OSError) as exc:
-            error = str(exc)
-            log.error("records of an engine are not kept: %s", error)
-        wire.send({"error": error})
+            log.error("records of an engine are not kept: %s", exc)
+            wire.send({"error": str(exc)})
+            return
+        try:
+            wire.send(server.hello())
+            server.serve_rank(wire)
+        finally:
+            with self._lock:
+                self.num_ranks -= 1
 
-    def _open(self, origin: RecordOrigin) -> None:
-        """Serve an origin in place of an earlier one, if no rank uses that."""
+    def _opened(self, origin: RecordOrigin) -> HostCacheServer:
+        """The host cache of an origin, in place of an earlier one that no rank uses."""
         with self._lock:
-            if origin == self._origin:
-                return
-            if self.server is not None:
-                if self.server.num_clients:
-                    raise MigrationError(
-                        f"{self.server.num_clients} ranks use records of another origin, "
-                        "expected none"
-                    )
-                self.server.close()
-                self.server = self._origin = None
-            self.server = HostCacheServer.of_offers(
-                address_of(self._place, origin), origin, self._settings
-            )
-            self._origin = origin
-            log.info(
-                "records of an engine: %d of %d bytes, mode %s",
-                origin.num_records,
-                origin.record_bytes,
-                self._settings.mode,
-            )
+            if self.server is None or origin != self._origin:
+                self.server = self._replaced(self.server, origin)
+                self._origin = origin
+            self.num_ranks += 1
+            return self.server
+
+    def _replaced(self, before: HostCacheServer | None, origin: RecordOrigin) -> HostCacheServer:
+        if before is not None:
+            if num_ranks := self.num_ranks or before.num_clients:
+                raise MigrationError(
+                    f"{num_ranks} ranks use records of another origin, expected none"
+                )
+            before.close()
+            self.server = self._origin = None
+        log.info("records of an engine: %d of %d bytes", origin.num_records, origin.record_bytes)
+        return HostCacheServer.of_offers(origin, self._settings)
 
     def check(self) -> None:
         """Take the locks of the host cache: where that does not end, it is in a deadlock."""
@@ -136,35 +119,29 @@ class EngineRecordsClient(HostCacheClient):
     """A rank's connection to the host cache of its engine's records.
 
     Args:
-        place: ``place_of_records``, or the place of the host cache of another rank.
+        place: where ``EngineRecords`` listens.
         origin: of the records.
-        is_embedded: whether the host cache is in another rank, which has opened it.
         options: of ``HostCacheClient``.
 
     Raises:
         MigrationError: nobody listens there, or it cannot serve this origin.
     """
 
-    def __init__(
-        self,
-        place: HostCacheAddress,
-        origin: RecordOrigin,
-        *,
-        is_embedded: bool = False,
-        **options: Any,
-    ) -> None:
-        self._place, self._origin, self._is_embedded = place, origin, is_embedded
-        super().__init__(
-            address_of(place, origin), origin.num_experts, origin.record_bytes, **options
-        )
+    def __init__(self, place: HostCacheAddress, origin: RecordOrigin, **options: Any) -> None:
+        self._origin = origin
+        super().__init__(place, origin.num_experts, origin.record_bytes, **options)
 
-    def _connect(self, deadline_s: float, start_deadline_s: float = 0.0) -> None:
-        if not self._is_embedded:  # a restarted process does not know the origin
-            wire, _ = connect(self._place, deadline_s, start_deadline_s=start_deadline_s)
-            with closing(wire):
-                wire.send({"open": asdict(self._origin)})
-                if not wire.is_readable(deadline_s):
-                    raise MigrationError(f"no answer within {deadline_s:g} s")
-                if error := wire.receive()["error"]:
-                    raise MigrationError(error)
-        super()._connect(deadline_s, start_deadline_s)
+    def _open(self, deadline_s: float, start_deadline_s: float) -> tuple[Wire, Message]:
+        """A connection to the host cache of the origin, which a restarted process does not know."""
+        wire, _ = connect(self._address, deadline_s, start_deadline_s=start_deadline_s)
+        try:
+            wire.send({"open": asdict(self._origin)})
+            if not wire.is_readable(deadline_s):
+                raise MigrationError(f"no answer within {deadline_s:g} s")
+            hello = wire.receive()
+            if "error" in hello:
+                raise MigrationError(hello["error"])
+        except BaseException:
+            wire.close()
+            raise
+        return wire, hello

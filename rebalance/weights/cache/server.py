@@ -31,12 +31,7 @@ from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, EplbError, MigrationError, reason_of
 from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
 from rebalance.types import Digest, Record
-from rebalance.weights.cache.address import (
-    MESSAGE_DEADLINE_S,
-    PROTOCOL,
-    HostCacheAddress,
-    listen,
-)
+from rebalance.weights.cache.address import HostCacheAddress, listen, listener_of_ranks
 from rebalance.weights.cache.cache import WRITER, HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.entries import CacheEntry
@@ -64,7 +59,7 @@ class HostCacheServer:
     of an engine by its ranks.
 
     Args:
-        address: where ranks find it.
+        address: where ranks find it; None: they come by ``serve_rank``.
         origin: of the records.
         settings: its size, and other hosts.
         open_disk: opens what it reads, once the address is this host cache's.
@@ -78,7 +73,7 @@ class HostCacheServer:
 
     def __init__(
         self,
-        address: HostCacheAddress,
+        address: HostCacheAddress | None,
         origin: RecordOrigin,
         settings: HostCacheSettings,
         open_disk: Callable[[], RecordLoader | OfferedRecords | None],
@@ -87,9 +82,10 @@ class HostCacheServer:
         self._link_server: LinkServer | None = None
         self._is_closed = threading.Event()
         self._readers: list[threading.Thread] = []
+        self._listener: ConnectionListener | None = None
         with ExitStack() as undo:  # a start that fails leaves nothing open, whatever it fails of
             # First: a second host cache of this name must not touch the record file.
-            listening = undo.enter_context(listen(address))
+            listening = undo.enter_context(listen(address)) if address is not None else None
             num_bytes = self._num_entries * origin.record_bytes
             self.arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
             undo.callback(self.arena.close)
@@ -120,16 +116,10 @@ class HostCacheServer:
                 )
                 undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
-            self._listener = ConnectionListener(
-                listening,
-                "local rank",
-                PROTOCOL,
-                address.key,
-                hello=self._hello,
-                serve=self._serve_rank,
-                silence_s=MESSAGE_DEADLINE_S,
-                handshake_s=MESSAGE_DEADLINE_S,
-            )
+            if listening is not None and address is not None:
+                self._listener = listener_of_ranks(
+                    listening, address.key, hello=self.hello, serve=self.serve_rank
+                )
             undo.pop_all()  # from here on ``close`` ends it all
 
     @staticmethod
@@ -152,12 +142,10 @@ class HostCacheServer:
         return HostCacheServer(address, origin, settings, open_disk)
 
     @staticmethod
-    def of_offers(
-        address: HostCacheAddress, origin: RecordOrigin, settings: HostCacheSettings
-    ) -> HostCacheServer:
+    def of_offers(origin: RecordOrigin, settings: HostCacheSettings) -> HostCacheServer:
         """A host cache that keeps what ranks of an engine offer, in memory and in a folder."""
         return HostCacheServer(
-            address, origin, settings, lambda: OfferedRecords(origin, settings.record_folder)
+            None, origin, settings, lambda: OfferedRecords(origin, settings.record_folder)
         )
 
     def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
@@ -186,7 +174,8 @@ class HostCacheServer:
 
     # -- ranks
 
-    def _hello(self) -> Message:
+    def hello(self) -> Message:
+        """What a rank gets to know before its first request."""
         origin = self._sources.origin()
         return {
             "handle": self.arena.handle,
@@ -196,7 +185,7 @@ class HostCacheServer:
             "version": announcement_to_dict(Announcement(HOST_CACHE, "")),
         }
 
-    def _serve_rank(self, wire: Wire) -> None:
+    def serve_rank(self, wire: Wire) -> None:
         """Serve one rank, on its own thread."""
         wire.deadline = math.inf
         HostCacheSession(self, wire).run()
@@ -292,8 +281,8 @@ class HostCacheServer:
 
     @property
     def num_clients(self) -> int:
-        """Ranks that are connected."""
-        return self._listener.num_clients
+        """Ranks that are connected at its own address."""
+        return 0 if self._listener is None else self._listener.num_clients
 
     def stats(self) -> Counter[str]:
         """Count the records of what was done so far, and of what is held now, and failures."""
@@ -309,13 +298,15 @@ class HostCacheServer:
         if self._is_closed.is_set():
             return
         self._is_closed.set()
-        self._listener.stop()
+        if self._listener is not None:
+            self._listener.stop()
         self.cache.close()
         if self._link_server is not None:
             self._link_server.close()
         if self._sources.hosts is not None:
             self._sources.hosts.close()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._end_readers()
         if self.writer is not None:
             self.writer.close()
@@ -388,8 +379,6 @@ class HostCacheSession:
             self._wire.send({"number": message["number"]})
         elif what in ("lacks", "offer"):
             self._wire.send({"number": message["number"]} | self._offered(message))
-        elif what == "stats":
-            self._wire.send({"number": message["number"], "figures": self._server.stats()})
         else:
             raise ValueError(f"unknown request {what!r}")
 

@@ -218,13 +218,6 @@ def test_list_of_commands_loads_neither_torch_nor_fastapi_nor_a_compiler() -> No
     assert done.stdout.rstrip().endswith("[]")
 
 
-def test_misspelt_command_is_answered_with_those_that_are_alike() -> None:
-    done = CliRunner().invoke(app, ["rebalence"])
-
-    assert done.exit_code == 2
-    assert "'rebalance'" in done.output
-
-
 def test_every_command_of_the_table_has_a_function_and_an_example() -> None:
     known = {words.removeprefix("eplb "): command for words, command in commands().items()}
 

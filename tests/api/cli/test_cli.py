@@ -42,20 +42,6 @@ def test_installed_command_lists_what_it_can_do() -> None:
     assert done.stderr == ""
 
 
-def test_help_of_the_demo_names_its_flags() -> None:
-    status, help_text, _ = run("demo", "--help")
-
-    assert status == 0
-    for flag in ("--ranks", "--text", "--trace", "--observe", "--serve", "--resume", "--json"):
-        assert flag in help_text
-
-
-def test_no_command_at_all_is_answered_with_the_help() -> None:
-    _, shown, more = run()
-
-    assert "Usage" in shown + more
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [

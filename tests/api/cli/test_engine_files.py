@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.engine_plan import PlannedGroup, plan_for_engine
-from benchmarks.engine_files.seeds import torch_file
 from eplb import ModelShape, Placement, register_policy
 from telemetry.formats.engines.ascend import read_map
 from telemetry.formats.table import WriteOptions, read_load, read_placement, write_placement
 from telemetry.formats.types import Layers, PlacementFile, ReadOptions
 from tests.support.engines.ascend_check import has_no_move_within_a_device
+from tests.support.formats.seeds import torch_file
 
 GROUP = ("--ranks", "4", "--nodes", "2", "--redundant", "4")
 

@@ -62,11 +62,6 @@ def test_variable_of_the_environment_has_the_type_of_its_setting(
     assert getattr(getattr(settings, section), name) == expected
 
 
-@pytest.mark.parametrize("variable", ["EPLB_DATA", "EPLB_KEY", "EPLB_SECRET"])
-def test_variable_that_is_no_setting_is_left_alone(variable: str) -> None:
-    assert load({}, config=None, environ={variable: "text"}) == Settings()
-
-
 def test_unknown_key_is_refused_with_its_place_and_the_closest_known(tmp_path: Path) -> None:
     config = toml(tmp_path, "layer = 3\n")
 

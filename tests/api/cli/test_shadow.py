@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,8 +17,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.shadow.command import EngineRecorder, Watch, run
-from benchmarks.engine_files.seeds import torch_file
+from api.cli.shadow import EngineRecorder, Watch, run
+from api.interrupts import StopSignals
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -30,6 +31,7 @@ from simulations.shadow.report import Prices
 from simulations.shadow.sources import SourceOptions, open_source
 from telemetry.formats.types import ReadOptions
 from telemetry.state.runs import RunInfo
+from tests.support.formats.seeds import torch_file
 from tests.support.stores import sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
@@ -236,16 +238,27 @@ def test_engine_that_recording_would_harm_is_asked_nothing(
     assert asked == []
 
 
+class StoppedAfterOnePoll(StopSignals):
+    """The user stops the command while it waits for its second poll."""
+
+    def wait(self, seconds: float, alive: Callable[[], None] = lambda: None) -> bool:
+        self.received = signal.SIGINT
+        return super().wait(seconds, alive)
+
+
 def test_watching_asks_for_dumps_and_reads_the_last_one(
     engine: tuple[str, dict[str, Any], list[str]], tmp_path: Path
 ) -> None:
     url, _, asked = engine
     source = open_source([str(tmp_path)], SourceOptions(ReadOptions()))
     group = Group(PlanTerms(TWO_RANKS), 2, engine_plans="none")
-    stops = iter([False, True, True, True, True])
-    watch = Watch(0.0, None, EngineRecorder(url), 0.0, lambda: next(stops))
+    kept = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    watch = Watch(StoppedAfterOnePoll(), 0.0, None, EngineRecorder(url), 0.0)
 
     found = run(source, Comparison(group, source.skips), Prices(), watch=watch)
+
+    for one, handler in kept.items():
+        signal.signal(one, handler)
 
     name = "expert_distribution_record"
     assert asked == [f"/start_{name}", f"/dump_{name}", f"/dump_{name}", f"/stop_{name}"]

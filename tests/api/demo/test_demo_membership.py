@@ -17,7 +17,6 @@ from telemetry import open_store
 from telemetry.state.store import StateStore
 from tests.support.demo import StartDemo, events_of
 from tests.support.repository import ROOT
-from tests.support.sessions import pids_of
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 ALL = [0, 1, 2, 3]
@@ -79,6 +78,14 @@ def test_killed_rank_is_started_again_and_joins_those_that_serve(
     assert demo.halts_right()["deaths"] == 1
 
 
+def ask(demo: Any, *, epoch: int, **body: Any) -> tuple[int, dict[str, Any]]:
+    """Ask the service of a demo for other ranks; the status and the body of its answer."""
+    headers = {"if-match": f'"{epoch}"'}
+    given = {"reason": "test", "dry_run": False} | body
+    answer = demo.post("/api/v1/membership", given, headers=headers)
+    return answer.status_code, answer.json()
+
+
 @pytest.mark.slow
 def test_retired_rank_exits_and_comes_back_once_it_is_wanted(
     tmp_path: Path, start_demo: StartDemo
@@ -86,14 +93,22 @@ def test_retired_rank_exits_and_comes_back_once_it_is_wanted(
     demo = start_serving(tmp_path, start_demo)
     before = rank_pids(demo)
 
-    want(demo, "retire", [0, 1, 3], ALL)
+    status, asked = ask(demo, epoch=0, id="op-1", retire=[2])
     retired = demo.sees("three ranks", regrouped(1))
     demo.sees("their steps", serve([0, 1, 3]))
     demo.sees("its end", lambda _: "rank 2" not in rank_pids(demo))
-    want(demo, "grow", ALL, [0, 1, 3])
+    refusals = [ask(demo, epoch=1, id="op-1", to=2), ask(demo, epoch=0, id="op-2", to=2)]
+    repeated = ask(demo, epoch=1, id="op-1", retire=[2])
+    grown_status, _ = ask(demo, epoch=1, id="op-3", to=4)
     grown = demo.sees("four ranks", regrouped(2))
     demo.sees("its steps", serve(ALL))
 
+    assert (status, asked["operation"]["wanted"]) == (200, [0, 1, 3])
+    assert [one[0] for one in refusals] == [409, 412]
+    assert 'asked for {"retire": [2]}, found {"to": 2}' in refusals[0][1]["detail"]
+    assert "the epoch is 1, expected 0" in refusals[1][1]["detail"]
+    assert (repeated[0], repeated[1]["operation"]["ended"]) == (200, "done")
+    assert grown_status == 200
     assert (retired["survivors"], retired["joined"], retired["left"]) == ([0, 1, 3], [], [2])
     assert (grown["survivors"], grown["joined"], grown["left"]) == (ALL, [2], [])
     after = rank_pids(demo)
@@ -122,8 +137,19 @@ def test_rank_has_no_more_open_files_and_threads_after_further_changes(
     demo.halts_right()
 
 
+def admitted(rank: int, dead: set[str]) -> Callable[[StateStore], str]:
+    """The process of a rank that a proposal admits, other than those that are dead."""
+
+    def found(store: StateStore) -> str:
+        proposal = store.proposed_group()
+        process = proposal.joiners.get(str(rank), "") if proposal is not None else ""
+        return "" if process in dead else process
+
+    return found
+
+
 @pytest.mark.slow
-def test_rank_that_dies_while_it_joins_is_started_again_and_the_others_serve_on(
+def test_rank_that_dies_three_times_while_it_joins_does_so_in_the_end_and_the_others_serve_on(
     tmp_path: Path, start_demo: StartDemo
 ) -> None:
     demo = start_serving(tmp_path, start_demo)
@@ -131,13 +157,33 @@ def test_rank_that_dies_while_it_joins_is_started_again_and_the_others_serve_on(
 
     demo.kill("rank 3")
     demo.sees("its next process", lambda _: rank_pids(demo).get("rank 3", 0) != before["rank 3"])
-    demo.sees("its offer", lambda store: store.joiners())
-    (joiner,) = pids_of(demo.process.pid, "rank 3")
-    os.kill(joiner, signal.SIGKILL)
+    (offer,) = demo.sees("its offer", lambda store: store.joiners())
+    dead, killed = {offer.process}, {demo.kill("rank 3")}
+    for _ in range(2):
+        dead.add(demo.sees("a proposal with its next process", admitted(3, dead)))
+        killed.add(demo.kill("rank 3"))
     demo.sees("four ranks", serve(ALL))
 
     after = rank_pids(demo)
+    assert len(killed) == 3
     assert {title for title in before if after[title] != before[title]} == {"rank 3"}
+    demo.halts_right()
+
+
+@pytest.mark.slow
+def test_member_that_dies_while_the_next_group_forms_is_left_out_and_both_join_later(
+    tmp_path: Path, start_demo: StartDemo
+) -> None:
+    demo = start_serving(tmp_path, start_demo)
+    before = rank_pids(demo)
+
+    demo.kill("rank 3")
+    demo.sees("a proposal with its next process", admitted(3, set()))
+    demo.kill("rank 0")  # the member that proposes
+    demo.sees("four ranks", serve(ALL))
+
+    after = rank_pids(demo)
+    assert {title for title in before if after[title] != before[title]} == {"rank 0", "rank 3"}
     demo.halts_right()
 
 

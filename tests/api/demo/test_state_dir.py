@@ -1,16 +1,25 @@
-"""The folder of a demo: one at a time, whole files or none, and free again after any death."""
+"""The folder and store of a demo: one at a time, whole files or none, and free after any death."""
 
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from api.demo.options import Options
+from api.demo.setup import begin, check_idle
 from api.demo.state_dir import StateDir
+from api.deploy.deployment import Deployment
 from eplb.errors import ConfigError
+from eplb.versions import LAUNCHER, Announcement
+from runtime.checkpoints.checkpoint import Checkpoint
+from telemetry.state.joining import MISSED_BEATS, Heartbeat
+from telemetry.state.store import StateStore
+from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
 
 HOLDER = """
@@ -102,3 +111,47 @@ def test_unfinished_files_of_a_killed_demo_are_removed(tmp_path: Path) -> None:
     StateDir(tmp_path).close()
 
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+# -- the store of a demo
+
+
+def test_store_whose_launcher_runs_is_refused_with_its_process(store: StateStore) -> None:
+    running = Heartbeat(lambda: store, LAUNCHER, "0").mine
+    store.announce(running)
+
+    with pytest.raises(ConfigError, match=rf"is run by process {os.getpid()} on host .*launcher"):
+        check_idle(store)
+
+
+def test_store_whose_processes_have_ended_or_are_silent_is_taken(
+    store: StateStore, pass_time: Callable[[float], None]
+) -> None:
+    ended = Heartbeat(lambda: store, LAUNCHER, "0").mine
+    store.announce(ended)
+    store.retire(ended)
+    check_idle(store)
+    store.announce(Announcement(LAUNCHER, "1", every_s=1.0, process="elsewhere"))
+
+    pass_time(MISSED_BEATS + 1.0)
+
+    check_idle(store)
+
+
+def test_demo_resumes_from_a_placement_that_its_ranks_can_serve_and_no_other(
+    store: StateStore, tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    def deployment(spares: int) -> Deployment:
+        changes = {"model__checkpoint": small_checkpoint.path, "topology__spare_slots": spares}
+        return deployment_in(tmp_path, deployment__name=store.deployment, **changes)
+
+    with pytest.raises(ConfigError, match="holds no placement to resume from"):
+        begin(Options(resume=True), deployment(0), store)
+    begin(Options(), deployment(0), store)
+    begin(Options(resume=True), deployment(0), store)
+
+    with pytest.raises(ConfigError, match="cannot resume: "):
+        begin(Options(resume=True), deployment(1), store)
+    committed = store.committed()
+    assert committed is not None
+    assert committed.placement.generation == 0

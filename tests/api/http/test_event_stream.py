@@ -99,16 +99,6 @@ def test_stream_gives_events_as_the_route_of_events_does(
     assert opened.response.headers["content-type"].startswith("text/event-stream")
 
 
-def test_client_that_returns_gets_what_it_missed(
-    service: HttpService, store: CountingStore
-) -> None:
-    for number in range(5):
-        store.add_event("plan", {"n": number})
-
-    with stream(service, last=3, after=0) as opened:
-        assert [opened.event()["id"] for _ in range(2)] == [4, 5]
-
-
 def test_client_whose_events_are_gone_is_told_so(
     service: HttpService, store: CountingStore
 ) -> None:
@@ -172,15 +162,6 @@ def dropped(text: str) -> list[float]:
     """The count of dropped clients, once there is one."""
     lines = [one for one in text.splitlines() if one.startswith("eplb_event_streams_dropped_total")]
     return [float(one.rpartition(" ")[2]) for one in lines if not one.endswith(" 0.0")]
-
-
-def test_service_stops_while_a_stream_is_open(service: HttpService) -> None:
-    with stream(service, after=0) as opened:
-        stopping = threading.Thread(target=service.stop)
-        stopping.start()
-        assert opened.message() == {}
-
-        stopping.join()
 
 
 def test_stream_ends_after_its_time_and_goes_on_where_it_was(store: CountingStore) -> None:

@@ -221,15 +221,6 @@ def test_events_are_read_by_time_kind_and_rank(client: httpx.Client, store: Stat
     assert page["next"] == page["events"][0]["id"] == first + 2
 
 
-def test_events_are_read_on_from_an_id(client: httpx.Client, store: StateStore) -> None:
-    last = client.get("/events").json()["events"][-1]["id"]
-    store.add_event("error", {"where": "rank 1", "message": "lost"})
-
-    (event,) = client.get("/events", params={"after": last}).json()["events"]
-
-    assert (event["kind"], event["detail"]["message"]) == ("error", "lost")
-
-
 # -- what is asked of the controller
 
 
@@ -466,10 +457,6 @@ def test_head_has_the_status_and_type_of_get_and_no_body(client: httpx.Client, p
 
     assert (head.status_code, head.content) == (get.status_code, b"")
     assert head.headers["content-type"] == get.headers["content-type"]
-
-
-def test_head_of_a_stream_is_not_allowed(client: httpx.Client) -> None:
-    assert client.head("/events/stream").status_code == 405
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ def client() -> Iterator[httpx.Client]:
         yield opened
 
 
-def asked(client: httpx.Client, accept: str = "*/*", **params: Any) -> httpx.Response:
+def asked(client: httpx.Client, **params: Any) -> httpx.Response:
     given = {"since": START, "until": START + 600} | params
-    return client.get(PATH, params=given, headers={"Accept": accept})
+    return client.get(PATH, params=given)
 
 
 def test_matrix_has_rollups_then_windows_in_every_format(client: httpx.Client) -> None:
@@ -88,22 +88,7 @@ def test_matrix_by_rank_is_what_ranks_received(client: httpx.Client) -> None:
     assert array[1].tolist() == [[10, 11]] * 2
 
 
-@pytest.mark.parametrize(
-    ("accept", "media_type"),
-    [
-        ("*/*", "application/json"),
-        ("text/csv", "text/csv; charset=utf-8"),
-        ("text/*;q=0.5, application/x-npy", "application/x-npy"),
-        ("application/x-npy;q=0, application/json", "application/json"),
-        ("image/png, */*;q=0.1", "application/json"),
-    ],
-)
-def test_accept_chooses_the_format(client: httpx.Client, accept: str, media_type: str) -> None:
-    assert asked(client, accept).headers["content-type"] == media_type
-
-
 def test_format_that_nobody_writes_is_refused(client: httpx.Client) -> None:
-    assert asked(client, "image/png").status_code == 406
     assert asked(client, format="png").status_code == 422
     assert asked(client, formats="npy").status_code == 422
 

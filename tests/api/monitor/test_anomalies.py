@@ -78,25 +78,6 @@ def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() ->
     assert (ended.id, ended.until) == (first.id, NOW + 9)
 
 
-def test_finding_that_comes_back_is_another_anomaly_and_never_a_longer_one() -> None:
-    log = AnomalyLog()
-    noted(log, silent(NOW))
-    noted(log, at(NOW + 1))
-    found = noted(log, silent(NOW + 30, since=NOW + 19))
-
-    dates = [(one.id, one.since, one.until) for one in found]
-    assert dates == [(2, NOW + 19, None), (1, NOW - 12, NOW + 1)]
-
-
-def test_silence_of_another_rank_is_another_anomaly() -> None:
-    log = AnomalyLog()
-    noted(log, silent(NOW))
-    found = noted(log, silent(NOW + 1, number=0, since=NOW - 10))
-
-    dates = [(one.ranks, one.since, one.until) for one in found]
-    assert dates == [((0,), NOW - 10, None), ((1,), NOW - 12, NOW + 1)]
-
-
 def test_outage_on_record_stands_once_with_its_own_dates_and_after_a_restart() -> None:
     outage = Outage(NOW - 1, NOW + 13, 14.0, "rank 1 was killed")
     event = Event(9, NOW + 14, "outage", vars(outage))
@@ -111,21 +92,6 @@ def test_outage_on_record_stands_once_with_its_own_dates_and_after_a_restart() -
     assert ended.text == "no token for 14.0 s: rank 1 was killed"
     (known,) = noted(AnomalyLog(), at(NOW + 3600, events=(event,)))
     assert (known.since, known.until, known.text) == (ended.since, ended.until, ended.text)
-
-
-def test_pages_go_from_the_newest_down_and_states_are_told_apart() -> None:
-    log = AnomalyLog()
-    events = tuple(Event(n, NOW, "recovery", {"reason": f"rank {n} died"}) for n in range(1, 6))
-    noted(log, silent(NOW, events=events))
-    assert noted(log, silent(NOW + 1, events=events))[0].id == 6  # none is read twice
-
-    first, before = log.page(None, 2)
-    second, _ = log.page(before, 2)
-    assert ([one.id for one in first], [one.id for one in second]) == ([6, 5], [4, 3])
-    assert [one.id for one in log.page(None, 10, is_open=True)[0]] == [6]
-    last, after = log.page(None, 10, is_open=False)
-    assert ([one.id for one in last], after) == ([5, 4, 3, 2, 1], None)
-    assert {(one.kind, one.severity) for one in last} == {("rank-death", "critical")}
 
 
 def test_long_imbalance_is_a_notice_and_no_verdict() -> None:

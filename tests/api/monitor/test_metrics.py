@@ -232,17 +232,6 @@ def a_run_of(store: StateStore, num_layers: int, num_experts: int, num_ranks: in
     two_ranks.serve(store, 0, received, at=NOW, steps=2, phase="decode", **given)
 
 
-def test_tokens_of_each_rank_are_counted_when_asked_for() -> None:
-    big = MemoryStore("d", clock=lambda: NOW)
-    a_run_of(big, num_layers=2, num_experts=4, num_ranks=2)
-    found = figures_in(text_of(big, level="rank"))
-
-    tokens = {("0", "0"): 2, ("0", "1"): 4, ("1", "0"): 2, ("1", "1"): 4}
-    assert found["eplb_tokens_total"] == tokens
-    assert found["eplb_layer_balancedness"] == {("0",): 0.75, ("1",): 0.75}
-    assert {phase for _, phase in found["eplb_balancedness"]} == {"decode"}
-
-
 def test_figures_are_those_of_the_run(store: StateStore) -> None:
     found = figures_in(text_of(store))
 
@@ -306,16 +295,6 @@ def test_samples_that_the_controller_excluded_or_that_do_not_fit_are_counted(
     assert found["eplb_telemetry_lag_seconds"] == {(): 5}  # that of the samples that fit
 
 
-def test_plans_and_rebalances_are_timed(store: StateStore) -> None:
-    found = figures_in(text_of(store))
-
-    assert found["eplb_plan_duration_seconds_sum"] == {(): 0.02}
-    assert found["eplb_plan_duration_seconds_bucket"][("0.01",)] == 0
-    assert found["eplb_plan_duration_seconds_bucket"][("0.03",)] == 1
-    assert found["eplb_plan_duration_seconds_bucket"][("+Inf",)] == 1
-    assert found["eplb_rebalance_duration_seconds_count"] == {("all",): 1}
-
-
 def test_open_migration_and_a_pause_are_shown(store: StateStore) -> None:
     third = Placement(FIRST.slot_to_expert, num_experts=3, generation=3)
     store.publish(build_migration(SECOND, third, TOPOLOGY, plan_id=store.next_plan_id()))
@@ -344,13 +323,6 @@ def test_anomalies_are_counted_by_type(store: StateStore) -> None:
 
     none = {("rank_death",): 0, ("store_lost",): 0}
     assert found == {("load",): 2, ("plan",): 1, ("other",): 1} | none
-
-
-def test_one_phase_is_marked_that_of_the_slowest_rank(store: StateStore) -> None:
-    phases = figures_in(text_of(store))["eplb_rebalance_phase"]
-
-    others = dict.fromkeys([("idle",), ("preload",), ("stage",), ("aborted",)], 0)
-    assert phases == others | {("swap",): 1}
 
 
 def test_processes_of_a_kind_are_shown_by_the_one_that_is_furthest_behind(

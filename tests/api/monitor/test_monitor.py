@@ -14,10 +14,10 @@ from rich.console import Console
 
 from api.metrics.definitions import metrics_of
 from api.monitor.monitor import KEPT_COMMITS, Monitor
-from api.monitor.scores import contiguous_load, heat_of
-from api.monitor.state import Grade, Reading, Symptom, WindowScore
+from api.monitor.scores import heat_of
+from api.monitor.state import Grade, Reading, Symptom
 from api.monitor.verdict import unready
-from api.terminal.live import LiveView, PlainLines, look_at, window_line
+from api.terminal.live import LiveView, PlainLines, look_at
 from api.terminal.picture import Look, in_time, in_units, render
 from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
@@ -88,14 +88,6 @@ def test_windows_are_scored_as_measured_and_as_if_experts_lay_in_order(store: St
     assert heat.experts[0] == pytest.approx([1.8, 0.6, 0.6])  # 60 over 100 / 3
 
 
-def test_decision_and_commit_are_kept_with_reason_and_first_step(store: StateStore) -> None:
-    seen = seen_by(store)
-
-    (decision,), (mark,) = seen.state.decisions, seen.marks
-    assert (decision.decision, decision.reason, decision.moves) == ("MOVE", "worth it", 2)
-    assert (mark.generation, mark.plan_id, mark.step, mark.reason) == (2, 1, 2, "drift")
-
-
 def test_commits_of_a_run_are_kept_up_to_a_number_the_latest(store: StateStore) -> None:
     for generation in range(3, KEPT_COMMITS + 8):
         placement = SECOND.with_generation(generation)
@@ -131,12 +123,6 @@ def test_window_in_mid_migration_is_not_scored_as_its_base(
     scores = [(s.generation, s.is_migrating) for s in seen_by(store).series]
 
     assert scores == [(1, False), (2, False), (2, True), (2, True), (3, False)]
-
-
-def test_experts_that_ranks_do_not_divide_leave_one_more_on_the_first() -> None:
-    assert contiguous_load(np.array([[5, 3, 2]]), TOPOLOGY).tolist() == [[8, 2]]
-    without_first = replace(TOPOLOGY, drained=np.array([True, False]))
-    assert contiguous_load(np.array([[5, 3, 2]]), without_first).tolist() == [[0, 10]]
 
 
 def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: StateStore) -> None:
@@ -553,14 +539,6 @@ def test_plain_lines_print_each_event_once(store: StateStore) -> None:
         'generation=2 commit plan=1 reason="drift"',
     ]
     assert list(lines.new(seen)) == []
-
-
-def test_plain_line_marks_a_window_as_migrating_and_incomplete() -> None:
-    score = WindowScore(7, 28, 31, 1.6, 1.8, 2, is_complete=False, is_migrating=True)
-
-    assert window_line(score) == (
-        "generation=2 window=7 steps=28..31 imbalance=1.600 unbalanced=1.800 migrating incomplete"
-    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from api.processes.commands import Command, CommandEnded, Commands, Notifier
-from api.processes.supervision import ProcessState, SupervisionSettings, Supervisor
+from api.processes.supervision import ProcessState, SupervisionSettings
 from eplb.errors import ConfigError
 from tests.support.limits import NEVER_S
 from tests.support.repository import ROOT
@@ -33,8 +33,8 @@ class Scene:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.supervisor = Supervisor(SupervisionSettings(restart_delay_s=0.0, hung_after_s=NEVER_S))
-        self.commands = Commands(self.supervisor, lambda where, what: self.notes.append(what))
+        settings = SupervisionSettings(restart_delay_s=0.0, hung_after_s=NEVER_S)
+        self.commands = Commands(settings, lambda where, what: self.notes.append(what))
 
     def add(self, code: str, *, comes_back: bool = True) -> Command:
         words = [sys.executable, "-c", code]
@@ -162,9 +162,9 @@ def test_settled_process_keeps_few_cycles() -> None:
 PARENT = """
 import sys
 from api.processes.commands import Commands
-from api.processes.supervision import SupervisionSettings, Supervisor
+from api.processes.supervision import SupervisionSettings
 
-commands = Commands(Supervisor(SupervisionSettings()), print)
+commands = Commands(SupervisionSettings(), print)
 waits = [sys.executable, "-c", "import signal; signal.pause()"]
 command = commands.add("the child", "child", waits)
 print(command.process.pid, flush=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rebalance.engines.common.fsck.report import report_of
 from rebalance.engines.vllm import policy
 from rebalance.engines.vllm.conform import subject_of
 from telemetry import open_store
@@ -193,39 +192,3 @@ def test_draft_model_is_balanced_too_and_the_target_is_reported(
     assert tokens == NUM_RANKS * found[0]["passes"] * ROWS * TOP_K * NUM_LAYERS
     if not is_async:
         assert committed.placement.slot_to_expert.tolist() == found[0]["map"]
-
-
-def proved_at_start(rank: int, config: Path, forgets: bool) -> dict[str, Any]:
-    """A start with a preflight, and steps of two intervals once experts may move."""
-    made = make_rank(rank, config, forgets=forgets)
-    start = made.held.tolist()
-    made.check_weights()
-    made.until_it_may_move()
-    made.steps(2 * INTERVAL, is_checked=not forgets)
-    refused = made.plugin.refused_layers
-    gauge = value_of("vllm", "conformance")
-    return made.result() | {"start": start, "refused": refused, "gauge": gauge}
-
-
-def test_preflight_refuses_layers_whose_scales_stay_behind(tmp_path: Path) -> None:
-    config = config_in(tmp_path, engine__preflight="all")
-    found = on_ranks(proved_at_start, config, True)
-
-    first = [slot % NUM_EXPERTS for slot in range(NUM_SLOTS)]
-    assert [one["start"] for one in found] == [[first] * NUM_LAYERS] * NUM_RANKS
-    assert all(one["map"] == one["start"] for one in found), "no layer moves"
-    assert [(one["refused"], one["gauge"]) for one in found] == [([0, 1, 2], 0.0)] * NUM_RANKS
-    assert [one["faults"] for one in found] == [[]] * NUM_RANKS, "the weights are as before"
-    with closing(open_store(settings_in(config).deployment.store, NAME)) as store:
-        report = report_of(store)
-    (line,) = report.refused
-    assert line.startswith("layers [0, 1, 2] keep their map: layer 0")
-    assert "scale has the bytes of expert" in line
-
-
-def test_preflight_lets_proved_layers_move(tmp_path: Path) -> None:
-    found = on_ranks(proved_at_start, config_in(tmp_path, engine__preflight="sample"), False)
-
-    assert [(one["refused"], one["gauge"]) for one in found] == [([], 1.0)] * NUM_RANKS
-    assert all(one["map"] == found[0]["map"] != one["start"] for one in found)
-    assert [one["faults"] for one in found] == [[]] * NUM_RANKS

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb import EMPTY, Constraints, Decision, ModelShape, Placement, Topology, plan
-from eplb.core.placement import check_fits, duplicate_replicas
+from eplb import Constraints, Decision, ModelShape, Placement, Topology, plan
+from eplb.core.placement import check_fits
 from eplb.errors import ConfigError, PlacementError
 from eplb.planner import Plan
 from eplb.policies.table import POLICIES
@@ -29,14 +29,6 @@ def ranks_with(found: Plan, expert: int, layer: int = 0) -> set[int]:
     return set(found.topology.rank_of_slot[slots].tolist())
 
 
-def test_cold_expert_gets_as_many_failure_domains_as_asked() -> None:
-    load = np.array([[900, 800, 700, 600, 500, 1]])
-
-    found = plan(load, FOUR, constraints=Constraints(min_domains={5: 3}))
-
-    assert len(ranks_with(found, 5)) >= 3
-
-
 def test_two_ranks_of_one_domain_are_one_domain() -> None:
     paired = Topology(
         node_of_rank=np.zeros(4), slots_of_rank=np.full(4, 3), failure_domain=[0, 0, 1, 1]
@@ -46,29 +38,6 @@ def test_two_ranks_of_one_domain_are_one_domain() -> None:
 
     for expert in range(6):
         assert {rank // 2 for rank in ranks_with(found, expert)} == {0, 1}
-
-
-def test_hottest_experts_are_in_two_domains() -> None:
-    load = np.array([[10, 20, 30, 40, 50, 60], [60, 50, 40, 30, 20, 10]])
-
-    found = plan(load, FOUR, constraints=Constraints(hottest_in_two_domains=2))
-
-    assert min(len(ranks_with(found, expert, 0)) for expert in (4, 5)) >= 2
-    assert min(len(ranks_with(found, expert, 1)) for expert in (0, 1)) >= 2
-
-
-def test_pinned_expert_is_on_its_ranks() -> None:
-    found = plan(EVEN, FOUR, constraints=Constraints(pinned={0: (1, 2), (0, 3): (0,)}))
-
-    assert ranks_with(found, 0) >= {1, 2}
-    assert ranks_with(found, 3) >= {0}
-
-
-def test_joining_rank_never_holds_a_sole_copy() -> None:
-    found = plan(EVEN, FOUR, constraints=Constraints(joining=frozenset({3})))
-
-    for expert in range(6):
-        assert ranks_with(found, expert) - {3}
 
 
 def test_slots_that_a_layer_may_not_use_stay_empty() -> None:
@@ -198,19 +167,6 @@ TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 PLACED = Placement(np.array([[0, 1, 0, 2]]), num_experts=3, generation=1)
 
 
-def test_counts_and_the_inverse_follow_from_the_slots() -> None:
-    assert PLACED.replica_count.tolist() == [[2, 1, 1]]
-    assert PLACED.expert_to_slots.tolist() == [[[0, 2], [1, EMPTY], [3, EMPTY]]]
-    assert PLACED.slot_share.tolist() == [[0.5, 1.0, 0.5, 1.0]]
-
-
-def test_empty_slots_hold_nothing_and_get_nothing() -> None:
-    placement = Placement(np.array([[1, EMPTY, 0]]), num_experts=2)
-
-    assert placement.slot_share.tolist() == [[1.0, 0.0, 1.0]]
-    assert placement.replica_count.tolist() == [[1, 1]]
-
-
 @pytest.mark.parametrize(
     ("held", "message"),
     [
@@ -291,12 +247,6 @@ def test_placement_that_ranks_cannot_serve_does_not_fit(
 ) -> None:
     with pytest.raises(PlacementError, match=words):
         check_fits(Placement(np.array([held]), num_experts=3), topology)
-
-
-def test_second_replica_on_a_rank_is_a_duplicate() -> None:
-    doubled = Placement(np.array([[0, 0, 1, 2]]), num_experts=3)
-
-    assert duplicate_replicas(doubled, TWO_RANKS).tolist() == [[0, 0, 0]]
 
 
 def test_hash_names_what_ranks_route_by() -> None:

@@ -59,21 +59,6 @@ def test_price_is_the_same_seconds_at_any_slots_a_rank(ranks: int, slots: int) -
     assert saved == pytest.approx(0.01 / ranks)
 
 
-def test_layer_with_little_load_pays_more_for_a_move() -> None:
-    load = np.array([[[300, 100], [30, 10], [0, 0]]])
-    price = Problem(LoadHistory(load), Topology.uniform(1, 2, 2)).price
-
-    assert price[1] == pytest.approx(10 * price[0])
-    assert price[2] == inf
-
-
-def test_unknown_model_is_charged_for_a_nominal_expert() -> None:
-    cost = CostModel(bytes_per_s=1e9)
-
-    assert cost.move_seconds(2_000_000_000) == pytest.approx(2.0)
-    assert cost.move_seconds(0) == pytest.approx(0.0173, abs=1e-4)
-
-
 @pytest.mark.parametrize(("name", "value"), [("expert_part", 0.0), ("bytes_per_s", 0.0)])
 def test_price_that_divides_by_nothing_is_refused(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"cost: {name} is 0.0"):
@@ -124,13 +109,6 @@ def test_windows_too_few_to_judge_leave_the_record_as_the_estimate(windows: int)
     assert found.part == pytest.approx(0.7)
     assert 0 < found.sure < found.part
     assert not found.is_judged
-
-
-def test_plan_promises_its_estimate_and_is_decided_on_less() -> None:
-    found = plan(HOT_FIRST, TWO_RANKS, current=SINGLE, unseen=1)
-
-    assert found.expected_gain == pytest.approx(0.5 * (found.before - found.after))
-    assert "38% of the gain expected to last" in found.reason
 
 
 def test_large_gain_on_too_few_windows_moves_a_long_serving_placement() -> None:
@@ -263,14 +241,6 @@ def test_times_that_fall_by_chance_become_one_level() -> None:
     found = chosen_curve((), [times([12.0, 10.0, 80.0])])
 
     assert found.curve == ((1.0, 11.0), (64.0, 11.0), (1024.0, 80.0))
-
-
-def test_points_that_some_rank_left_out_are_not_in_the_curve() -> None:
-    short = times([10.0, 80.0], (1, 1024))
-
-    found = chosen_curve((), [times([10.0, 12.0, 80.0]), short])
-
-    assert found.curve == ((1.0, 10.0), (1024.0, 80.0))
 
 
 @pytest.mark.parametrize(

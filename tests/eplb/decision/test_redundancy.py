@@ -46,16 +46,6 @@ def test_layer_with_a_hot_expert_gets_the_spare_slots() -> None:
     assert slots.tolist() == [4, 6]
 
 
-def test_slots_that_no_layer_gains_by_stay_free() -> None:
-    assert allocate_redundancy([[10, 10, 10, 10]], TWO_RANKS, total_slots=8).tolist() == [4]
-
-
-def test_layer_never_gets_more_than_the_live_ranks_have() -> None:
-    one_alive = replace(TWO_RANKS, alive=np.array([True, False]))
-
-    assert allocate_redundancy([[9, 1, 1, 1]], one_alive, total_slots=99).tolist() == [4]
-
-
 def test_skewed_layers_are_as_even_with_a_third_fewer_replicas() -> None:
     load = skewed(num_layers=16, num_experts=64, seed=0)
     uniform = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=10)
@@ -68,21 +58,6 @@ def test_skewed_layers_are_as_even_with_a_third_fewer_replicas() -> None:
     assert used <= 0.7 * budget
     everywhere_alike = planned(load, np.full((16, 8), 10), wide)
     assert planned(load, slots_per_layer(slots, wide), wide) <= everywhere_alike + 0.002
-
-
-def test_ranks_hold_equally_much_over_all_layers() -> None:
-    four = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=3)
-
-    usable = slots_per_layer([5, 6, 5], four)
-
-    # Each layer is level to one slot, and what does not divide goes round.
-    assert usable.tolist() == [[2, 1, 1, 1], [1, 2, 2, 1], [1, 1, 1, 2]]
-
-
-def test_small_rank_gets_what_fits_and_a_dead_one_nothing() -> None:
-    uneven = Topology(np.zeros(3), np.array([1, 4, 4]), alive=np.array([True, True, False]))
-
-    assert slots_per_layer([4], uneven).tolist() == [[1, 3, 0]]
 
 
 def test_too_few_slots_are_refused() -> None:

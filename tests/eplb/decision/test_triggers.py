@@ -94,10 +94,6 @@ def test_windows_are_planned_on_by_the_rules(
     assert fired(rules, windows) == expected
 
 
-def test_first_plan_is_due_at_once() -> None:
-    assert due(TriggerRules(interval_tokens=1000), TriggerState(), CALM)[0] == "first"
-
-
 def test_cool_down_holds_back_load_but_neither_membership_nor_a_drain() -> None:
     rules = TriggerRules(cool_down_s=30.0)
     cooling = replace(CALM, committed_at=990.0)
@@ -107,24 +103,6 @@ def test_cool_down_holds_back_load_but_neither_membership_nor_a_drain() -> None:
     assert due(rules, state, cooling)[0] == "membership"
     assert due(rules, PLANNED, replace(cooling, is_draining=True))[0] == "drain"
     assert due(rules, PLANNED, replace(cooling, is_rebalanced=False))[0] == "load"
-
-
-def test_alternating_load_makes_as_many_plans_as_the_interval_allows() -> None:
-    rules = TriggerRules(start_imbalance=1.5, rearm_imbalance=1.2, cool_down_s=100.0)
-    state, plans, committed_at, generation = PLANNED, 0, 0.0, 3
-    for window in range(100):  # one a second; each commit is against the next window
-        high = replace(
-            CALM,
-            now=1000.0 + window,
-            imbalance=1.1 if window % 2 else 1.6,
-            committed_at=committed_at,
-            generation=generation,
-        )
-        trigger, state = due(rules, state, high)
-        if trigger is not None:
-            plans, committed_at, generation = plans + 1, high.now, generation + 1
-
-    assert plans == 1
 
 
 @pytest.mark.parametrize(
@@ -168,10 +146,6 @@ def test_few_layers_are_those_that_gain_most(whole: Plan) -> None:
     assert few.decision is Decision.MOVE
     assert few.before - few.after == pytest.approx(gain[best] / 4)
     assert few.reason.endswith("; 1 of 3 layers, those that gain most")
-
-
-def test_plan_of_few_layers_is_left_as_it_is(whole: Plan) -> None:
-    assert for_few_layers(whole, 3) is whole
 
 
 def test_stages_go_back_one_step_and_end_at_observe() -> None:

@@ -101,14 +101,6 @@ def test_failure_domains_stay_as_even_as_any_choice_of_equal_ranks(seed: int) ->
     assert crowding(more, topology) == min(crowding(one, topology) for one in with_some)
 
 
-def test_rank_that_does_not_serve_is_retired_first() -> None:
-    topology = Topology.uniform(2, 2, 2)
-    died = replace(topology, alive=np.array([True, True, False, True]))
-    placement = Placement([[0, 1, 0, 1, 2, 1, 2, 0]], 3)
-
-    assert wanted_for(3, range(4), placement, died) == (0, 1, 3)
-
-
 def test_rank_without_slots_stays_and_is_not_counted() -> None:
     topology = Topology(node_of_rank=np.array([0, 0, 1]), slots_of_rank=np.array([2, 2, 0]))
     placement = Placement([[0, 1, 1, 0]], 2)
@@ -146,12 +138,6 @@ def test_spare_slots_of_every_rank_are_not_counted_as_room() -> None:
         PlacementError, match=r"no 2 of the ranks 0\.\.2 .* 5 experts, with 1 spare"
     ):
         wanted_for(2, range(3), placement, topology, spare_slots=1)
-
-
-def test_rank_that_joined_without_experts_is_retired_first() -> None:
-    placement = Placement([[0, 1, 2, 3, EMPTY, EMPTY]], 4)
-
-    assert wanted_for(2, range(3), placement, Topology.uniform(1, 3, 2)) == (0, 1)
 
 
 @pytest.mark.parametrize("count", [0, 4])

@@ -13,44 +13,10 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
 from eplb.measure import rank_load
-from eplb.migration.spares import compact, expand, intermediate_placement, steps_towards, take
+from eplb.migration.spares import compact, expand, steps_towards, take
 
 THREE_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=3)
-TWO_SLOTS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 BASE = Placement(np.array([[0, EMPTY, 1, 2, 3, EMPTY]]), num_experts=4, generation=6)
-
-
-def test_compact_hides_spares_from_policies() -> None:
-    placement, topology = compact(BASE, THREE_SLOTS, 1)
-
-    assert placement.slot_to_expert.tolist() == [[0, 1, 2, 3]]
-    assert placement.generation == 6
-    assert topology.slots_of_rank.tolist() == [2, 2]
-    assert steps_towards(placement, BASE, THREE_SLOTS, 1) == [[]]  # what stays takes no step
-
-
-def test_newcomers_go_into_spares_and_leavers_leave_spares() -> None:
-    target = Placement(np.array([[0, 2, 1, 3]]), num_experts=4)  # 1 and 2 trade ranks
-
-    expanded = expand(target, BASE, THREE_SLOTS, 1)
-
-    assert expanded.slot_to_expert.tolist() == [[0, 2, EMPTY, EMPTY, 3, 1]]
-
-
-def test_shares_follow_their_replicas() -> None:
-    target = Placement(
-        np.array([[0, 1, 0, 2]]),
-        num_experts=3,
-        slot_share=np.array([[0.25, 1, 0.75, 1]]),
-        source_share=np.array([[[0.5, 1, 0.5, 1]], [[0, 1, 1, 1]]]),
-    )
-    current = Placement(np.array([[1, 0, EMPTY, EMPTY, 2, 0]]), num_experts=3)
-
-    expanded = expand(target, current, THREE_SLOTS, 1)
-
-    assert expanded.slot_share.tolist() == [[1, 0.25, 0, 0, 1, 0.75]]
-    assert expanded.source_share is not None
-    assert expanded.source_share[1].tolist() == [[1, 0, 0, 0, 1, 1]]
 
 
 def test_more_newcomers_than_spares_take_more_steps() -> None:
@@ -63,15 +29,6 @@ def test_more_newcomers_than_spares_take_more_steps() -> None:
 
     assert [len(step.fills) for step in one] == [2, 2]
     assert [len(step.fills) for step in two] == [4]
-
-
-def test_intermediate_placement_has_the_target_s_shares() -> None:
-    target = Placement(np.array([[0, 0, EMPTY, 1]]), 2, slot_share=np.array([[0.25, 0.75, 0, 1]]))
-
-    # Slot 1 has not got its expert 0 yet, slot 2 still holds one; expert 1 is elsewhere as yet.
-    between = intermediate_placement(np.array([[0, 1, 0, EMPTY]], dtype=np.int32), target)
-
-    assert between.slot_share.tolist() == [[1, 1, 0, 0]]
 
 
 def test_spares_that_are_not_there_are_refused() -> None:

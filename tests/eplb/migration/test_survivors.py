@@ -9,7 +9,8 @@ from eplb.core.placement import EMPTY, Placement, check_fits
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 from eplb.measure import imbalance
-from eplb.migration.survivors import Refill, survive
+from eplb.migration.spares import compact, steps_towards, take
+from eplb.migration.survivors import Refill, relieved, survive
 
 THREE_RANKS = Topology.uniform(num_nodes=3, ranks_per_node=1, slots_per_rank=3)
 
@@ -113,3 +114,48 @@ def test_any_victims_leave_a_legal_placement_or_a_refusal(seed: int) -> None:
         assert found.target.slot_to_expert[layer, slot] == expert
     again = survive(before, topology, victims)
     assert again.target.hash == found.target.hash
+
+
+def test_free_slot_is_taken_of_the_rank_with_the_most_of_them() -> None:
+    before = placement(0, EMPTY, EMPTY, 1, 2, EMPTY, 3, EMPTY, EMPTY)
+
+    found = survive(before, THREE_RANKS, [2])
+
+    assert found.refills == (Refill(0, 1, 3),)
+
+
+def test_plan_starts_from_spares_that_survivors_refilled_into() -> None:
+    survived = placement(0, 1, 2, 3, 4, 0, EMPTY, EMPTY, EMPTY)
+
+    base = relieved(survived, THREE_RANKS, 1)
+
+    # Expert 0 of rank 1 has another replica; expert 2 moves to the rank that has joined.
+    assert base.slot_to_expert.tolist() == [[0, 1, EMPTY, 3, 4, EMPTY, 2, EMPTY, EMPTY]]
+    assert base.generation == survived.generation
+    assert relieved(base, THREE_RANKS, 1) is base
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_get_the_spares_back_that_survivors_refilled_into(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num_ranks, room, spares = 4, int(random.integers(2, 5)), int(random.integers(1, 3))
+    slots = room + spares
+    num_experts = int(random.integers(2 * room + 1, min(2 * slots, 3 * room) + 1))
+    topology = Topology.uniform(num_ranks, 1, slots)
+    row = np.full((num_ranks, slots), EMPTY)
+    row[:, :room] = random.permutation(np.arange(num_ranks * room) % num_experts).reshape(
+        num_ranks, room
+    )
+    before = Placement(row.reshape(1, -1), num_experts)
+    survived = survive(before, topology, random.permutation(num_ranks)[:2], joined=range(num_ranks))
+    held = survived.target.slot_to_expert[0].copy()
+
+    base = relieved(survived.target, topology, spares)
+    target, _ = compact(base, topology, spares)
+    for step in steps_towards(target, survived.target, topology, spares)[0]:
+        assert all(held[slot] == EMPTY for _, slot in step.fills)
+        take(step, held)
+        Placement(held[None], num_experts)  # each expert is served
+
+    in_use = (held.reshape(num_ranks, slots) != EMPTY).sum(axis=1)
+    assert in_use.max() <= room

@@ -20,15 +20,6 @@ def gpu_loads(
     return per_slot.reshape(len(weight), num_gpus, -1).sum(axis=2)
 
 
-def test_hottest_expert_of_each_layer_is_replicated() -> None:
-    held, slots, count = rebalance_experts(SMALL, 4, 1, 1, 2)
-
-    assert count.tolist() == [[2, 1, 1], [1, 1, 2]]
-    assert slots.shape == (2, 3, 2)
-    assert gpu_loads(SMALL, held, count, 2).tolist() == [[50, 50], [50, 50]]
-    assert {held.dtype, slots.dtype, count.dtype} == {np.dtype(np.int64)}
-
-
 def test_maps_are_each_other_s_inverse() -> None:
     held, slots, count = rebalance_experts(SMALL, 6, 1, 1, 3)
 
@@ -59,17 +50,6 @@ def test_plans_of_drifted_load_with_one_slot_a_rank_keep_most_experts() -> None:
 
     assert (pair[0] == np.arange(80)).mean() > 0.75  # experts in order first
     assert (pair[0] != pair[1]).mean() < 0.2
-
-
-def test_torch_in_is_torch_out() -> None:
-    torch = pytest.importorskip("torch")
-
-    for dtype in (torch.int64, torch.float32, torch.bfloat16):
-        held, slots, count = rebalance_experts(torch.tensor(SMALL, dtype=dtype), 4, 1, 1, 2)
-
-        assert held.dtype == slots.dtype == count.dtype == torch.int64
-        assert held.device.type == "cpu"
-        assert count.tolist() == [[2, 1, 1], [1, 1, 2]]
 
 
 def test_groups_stay_on_their_node() -> None:

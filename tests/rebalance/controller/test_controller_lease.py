@@ -93,21 +93,6 @@ def two_leases(store: StateStore, clock: Clock) -> tuple[ControllerLease, Contro
     return one, two
 
 
-@pytest.mark.parametrize(("ttl_s", "every_s"), [(9.0, 3.0), (3600.0, 10.0)])
-def test_lease_is_renewed_at_a_third_of_its_time_or_every_ten_seconds(
-    store: Asked, clock: Clock, ttl_s: float, every_s: float
-) -> None:
-    lease = ControllerLease(store, "one", ttl_s, clock=clock)
-    asked = []
-    for passed_s in (0.0, every_s - 0.1, every_s, 2 * every_s - 0.1, 2 * every_s):
-        clock.now = 1000.0 + passed_s
-        assert lease.is_held()
-        asked.append(store.num_asked)
-
-    assert asked == [1, 1, 2, 2, 3]
-    assert lease_states(store) == [("one", "leads")]
-
-
 def test_standby_leads_when_the_lease_has_expired(store: Asked, clock: Clock) -> None:
     one, two = two_leases(store, clock)
 

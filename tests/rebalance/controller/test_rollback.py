@@ -38,23 +38,6 @@ def moved(deployment: Deployment) -> Controller:
 # -- ordered
 
 
-def test_ordered_rollback_publishes_the_way_to_the_earlier_placement(
-    deployment: Deployment,
-) -> None:
-    controller = moved(deployment)
-    deployment.serve(SKEWED)
-    deployment.store.submit("rollback", {"generation": 0, "reason": "bad text", "dry_run": False})
-    controller.turn()
-
-    migration = deployment.swap()
-
-    assert (migration.base.generation, migration.target.generation) == (1, 2)
-    assert np.array_equal(migration.target.slot_to_expert, START.slot_to_expert)
-    last = deployment.last_plan()
-    assert (last["decision"], last["trigger"]) == ("RESPLIT", "rollback")  # replicas only go
-    assert last["reason"].startswith("rollback to generation 0 (bad text): imbalance 1.0")
-
-
 def test_rollback_is_a_dry_run_by_default_and_has_its_price(
     deployment: Deployment,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,21 +53,6 @@ def test_task_without_load_or_movement_has_its_reason(deployment: Deployment) ->
     queued = deployment.store.submit("rebalance", {})
     deployment.store.cancel(queued.id, reason="not now")
     assert deployment.task(queued.id).result.refusal == Refusal.CANCELLED
-
-
-def test_throttled_rebalance_is_slower_and_recorded_with_its_plan(deployment: Deployment) -> None:
-    deployment.serve(SKEWED)
-    asked = {"experts_per_transaction": 1, "link_part": 0.25}
-
-    ended = worked_off(deployment, dry_run=False, throttle=asked)
-
-    assert ended.state == "done", ended.result.error
-    slower = replace(SETTINGS.pace, experts_per_transaction=1, link_part=0.25)
-    assert deployment.published().pace == slower
-    assert ended.result.detail["pace"] == vars(slower)
-    planned = deployment.last_plan()
-    assert planned["pace"] == vars(slower)
-    assert planned["pace_reason"].endswith("experts_per_transaction 1, link_part 0.25")
 
 
 def test_throttle_is_of_one_request_and_not_of_the_next_plan(deployment: Deployment) -> None:

@@ -143,15 +143,6 @@ def test_request_is_a_trigger_with_its_task_as_actor(clock: Clock) -> None:
 # -- the interval in tokens
 
 
-def test_interval_counts_tokens_as_requests_have_them(clock: Clock) -> None:
-    # A window has 100,000 routed tokens in one layer, of 50,000 tokens with two experts each.
-    watched = Watched(clock, interval_tokens=100_000)
-    settle(watched)
-
-    assert watched.serve(SKEWED) == []
-    assert watched.serve(SKEWED) == ["interval"]
-
-
 def test_decode_does_not_count_beside_prefill(clock: Clock) -> None:
     watched = Watched(clock, interval_tokens=100_000)
     watched.serve(SKEWED, phase="prefill")

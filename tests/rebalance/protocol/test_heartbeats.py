@@ -47,12 +47,6 @@ def test_neighbour_is_silent_only_after_the_whole_time_without_a_beat() -> None:
     assert beats.silent(1.6) == {1}
 
 
-def test_rank_that_has_not_served_yet_is_never_silent() -> None:
-    beats = serving(0, 3)
-
-    assert beats.silent(1e6) == frozenset()
-
-
 def test_rank_that_does_not_serve_yet_accuses_nobody() -> None:
     beats = Heartbeats(0, 3, 1.0)
     beats.heard(1, 0.0)

@@ -174,12 +174,6 @@ def test_ranks_connect_at_their_addresses_and_detect_a_death(
     assert towards == "outward" or all(is_loopback(one) for one in ends)
 
 
-def test_address_towards_this_machine_is_the_given_one() -> None:
-    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
-    own = outward()
-    assert address_towards(own, 9) == own
-
-
 def test_unreachable_host_is_named() -> None:
     with pytest.raises(RankError, match=r"255\.255\.255\.255 port 9"):
         address_towards("255.255.255.255", 9)

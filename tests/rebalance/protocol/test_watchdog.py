@@ -21,7 +21,6 @@ from rebalance.threads.watchdog import Watchdog
 from telemetry.state.live import Control
 from telemetry.state.runs import Details, RankState
 from telemetry.state.store import StateStore
-from tests.support.agent_group import AGENT_THREADS
 from tests.support.simulated_time import Clock
 from tests.support.stores import MemoryStore
 
@@ -37,13 +36,6 @@ def clock() -> Clock:
 @pytest.fixture
 def watchdog(clock: Clock) -> Watchdog:
     return Watchdog(plan_deadline_s=30.0, clock=clock)
-
-
-def test_thread_at_rest_never_grows_old(watchdog: Watchdog, clock: Clock) -> None:
-    watchdog.mover.idle("waiting for votes on plan 3")
-    clock.now += 1000
-
-    assert watchdog.oldest().age_s == 0
 
 
 def test_oldest_is_the_thread_without_progress_for_longest(
@@ -85,13 +77,6 @@ def test_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clock
 
     assert "plan 3" in watchdog.objection(PLAN)
     assert watchdog.objection(replace(PLAN, is_adopted=True)) == ""
-
-
-def test_watchdog_without_a_plan_drops_nothing(watchdog: Watchdog, clock: Clock) -> None:
-    watchdog.mover.busy("scrubbing layer 0 slot 0 expert 0")
-    clock.now += 1000
-
-    assert watchdog.objection(RankPhase(generation=0)) == ""
 
 
 class Ranked:
@@ -222,16 +207,6 @@ def test_watcher_names_threads_that_exited_unexpectedly(
         if thread.name == "eplb-watcher":
             thread.join()
     assert watcher.ended() == ["eplb-mover", "eplb-watcher"]
-
-
-def test_exit_of_a_closed_watcher_is_not_reported(
-    made: Made,
-) -> None:
-    watcher, *_ = made
-    watcher.close()
-
-    assert not [thread for thread in threading.enumerate() if thread.name in AGENT_THREADS]
-    assert watcher.ended() == []
 
 
 FROM = Placement(np.array([[0, 1, 0, 1]]), num_experts=2)

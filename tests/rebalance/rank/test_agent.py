@@ -17,7 +17,7 @@ import torch
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, GroupChanges, RankError
-from eplb.migration.build import Pace, build_migration
+from eplb.migration.build import Pace
 from rebalance.agent import RankAgent
 from rebalance.swap.swapper import StepFigures
 from runtime.experts import ExpertSchema
@@ -280,13 +280,6 @@ def test_ranks_leave_their_group_at_one_step_once_all_are_ready_for_the_next(gro
     assert all(agent.changes_group for agent in group.agents)
 
 
-def test_ranks_that_are_ready_for_different_groups_stay(group: Group) -> None:
-    for rank, agent in enumerate(group.agents):
-        agent.voting.next_group = 7 + rank // 2
-
-    assert leave(group, range(4)) == [None] * 4
-
-
 def test_open_migration_is_finished_before_the_ranks_leave_their_group(group: Group) -> None:
     group.publish(FULL)
     group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
@@ -298,16 +291,6 @@ def test_open_migration_is_finished_before_the_ranks_leave_their_group(group: Gr
 
     assert [agent.placement.generation for agent in group.agents] == [1] * 4
     assert group.serving() == FULL.slot_to_expert.tolist()
-
-
-def test_ranks_that_are_ready_for_the_next_group_begin_no_plan(group: Group) -> None:
-    for rank, agent in enumerate(group.agents):
-        agent.voting.next_group = 7 + rank // 2
-    group.publish(FULL)
-    for _ in range(8):
-        group.step()
-
-    assert [agent.phase for agent in group.agents] == ["idle"] * 4
 
 
 def test_rank_that_is_ready_for_the_next_group_finishes_the_plan_of_the_others(
@@ -539,28 +522,6 @@ def test_replicas_that_were_loaded_with_different_bytes_are_refused(group: Group
 
     expert = int(FULL.slot_to_expert[1, 9])
     assert all(words.startswith(f"layer 1 expert {expert}: ranks hold diff") for words in told)
-
-
-def test_new_shares_without_moves_are_taken_over(group: Group) -> None:
-    group.publish(FULL)
-    group.step_until(lambda: group.generation() == 1)
-    share = FULL.slot_share.copy()
-    share[0, [0, 4, 8]] = [0.5, 0.25, 0.25]
-    resplit = Placement(FULL.slot_to_expert, NUM_EXPERTS, slot_share=share)
-
-    migration = group.publish(resplit)
-    group.step_until(lambda: group.generation() == 2)
-
-    assert migration.moves == ()
-    assert group.tables[0].cumulative[0, 0].tolist()[:2] == [32768, 49152]
-
-
-def test_published_plan_for_another_placement_is_not_adopted(group: Group) -> None:
-    other = START.with_layers(FULL, [0])
-    migration = build_migration(other, FULL, TOPOLOGY, plan_id=1)
-    group.agents[0].on_store_update(Control(), migration)
-
-    assert group.agents[0].describe().plan_id == 0
 
 
 def test_pauses_of_the_latest_swaps_are_kept_and_no_more() -> None:

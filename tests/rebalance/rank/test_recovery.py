@@ -19,7 +19,6 @@ from eplb.migration.build import Migration, Pace
 from eplb.migration.recovery import (
     Recovery,
     SurvivorReport,
-    WrittenEnd,
     cut_off,
     decide,
     is_minority,
@@ -28,7 +27,7 @@ from eplb.migration.recovery import (
 from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
-from rebalance.protocol.phases import PlanRef, RankPhase, missed_verdicts
+from rebalance.protocol.phases import PlanRef, RankPhase
 from rebalance.recovery import (
     MINORITY_S,
     Deadlines,
@@ -70,45 +69,6 @@ def at_plan(rank: int, swapped: int, prepared: int, **changes: Any) -> SurvivorR
     return said(rank, **(plan | changes))
 
 
-def test_without_a_migration_the_generation_stays() -> None:
-    assert decide([said(2), said(0)], {1}) == Recovery(
-        1, "run-1", (0, 2), 4, NO_PLAN, 0, "rank 1 died", 2.0
-    )
-
-
-def test_plan_without_any_swap_is_dropped_by_survivors() -> None:
-    record = decide([at_plan(0, 0, 1), said(1), at_plan(2, 0, 3)], {3})
-
-    assert (record.generation, record.plan_id, record.applied) == (4, 7, 0)
-
-
-def test_transaction_swapped_by_one_survivor_is_swapped_by_all() -> None:
-    record = decide([at_plan(0, 1, 2), at_plan(1, 2, 2), at_plan(3, 1, 3)], {2})
-
-    assert (record.generation, record.plan_id, record.applied) == (5, 7, 2)
-
-
-def test_rank_with_the_last_verdict_brings_others_to_its_generation() -> None:
-    ended = said(0, generation=5, closed_plan_id=7, closed_applied=3)
-    record = decide([ended, at_plan(1, 2, 3)], {2})
-
-    assert (record.generation, record.plan_id, record.applied) == (5, 7, 3)
-
-
-def test_migration_that_was_only_received_does_not_count() -> None:
-    ended = at_plan(0, 0, 0, generation=5, plan_id=8, closed_plan_id=7, closed_applied=1)
-    record = decide([ended, at_plan(1, 1, 3)], {2})
-
-    assert (record.generation, record.plan_id, record.applied) == (5, 7, 1)
-
-
-def test_rank_that_died_after_its_report_is_no_survivor() -> None:
-    record = decide([at_plan(0, 0, 1), at_plan(1, 1, 1)], {1, 2}, unresponsive={3})
-
-    assert (record.survivors, record.applied) == ((0,), 0)
-    assert record.reason == "ranks 1, 2 died, rank 3 sent no report in time"
-
-
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
@@ -135,7 +95,6 @@ def test_recovery_without_survivors_is_an_error() -> None:
 # -- every verdict, and every set of survivors that have read it
 
 PLAN = PlanRef(7, 70, base_generation=4, num_transactions=3, transactions_per_commit=1)
-NEXT_PLAN = PlanRef(8, 80, base_generation=5, num_transactions=2, transactions_per_commit=1)
 
 
 @dataclass
@@ -182,42 +141,6 @@ def at(swapped: int, prepared: int) -> Rank:
             state = replace(state, swapped=number, applied=number)
             state = phases.finish_swap(state) if number < 3 else state
     return Rank(state)
-
-
-@pytest.mark.parametrize("swapped", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["swap", "abort", "nothing"])
-@pytest.mark.parametrize("sees_next", [False, True])
-def test_survivors_one_verdict_apart_reach_one_placement(
-    swapped: int, kind: str, sees_next: bool
-) -> None:
-    for readers in itertools.product([False, True], repeat=3):
-        # Rank 1 has staged further ahead; rank 3 has cast its vote and died.
-        ranks = [at(swapped, swapped + 1), at(swapped, min(3, swapped + 2)), at(swapped, 3)]
-        casts = [phases.ballot(one.state, step=0, membership=0, halt=False) for one in ranks]
-        if kind == "abort":
-            casts = [replace(cast, abort=True) for cast in casts]
-        if kind == "nothing":
-            casts = [replace(cast, prepared=swapped) for cast in casts]
-        columns = zip(*(cast.encode() for cast in casts), strict=True)
-        verdict = Verdict.decode([min(column) for column in columns])
-        for one, cast, has_read in zip(ranks, casts, readers, strict=True):
-            if has_read:
-                one.read(cast, verdict)
-                if sees_next and one.state.plan is None:
-                    one.state = phases.see_plan(one.state, NEXT_PLAN)
-
-        record = decide([one.words(rank) for rank, one in enumerate(ranks)], {3})
-        for one in ranks:
-            one.state = phases.freeze(one.state, "a rank died")
-            for cast, missed in missed_verdicts(one.state, record):
-                one.read(cast, missed)
-
-        served = {one.serves() for one in ranks}
-        expected = swapped + (kind == "swap" and any(readers))
-        assert len(served) == 1, (readers, record)
-        assert record.generation == served.pop()[0] == (5 if expected else 4)
-        # Where every rank had read the end of plan 7, none was under way any more.
-        assert record.applied == (expected if record.plan_id == 7 else 0)
 
 
 @pytest.mark.parametrize(
@@ -382,12 +305,6 @@ def test_survivors_go_to_what_a_rank_has_committed_before_it_died(group: Group) 
     group.recover([1, 2, 3])
 
     group.assert_one_placement([1, 2, 3], OTHER)
-
-
-def test_drop_that_a_dead_rank_has_written_down_is_what_survivors_end_with() -> None:
-    record = decide([at_plan(0, 1, 2), at_plan(1, 1, 3)], {2}, (), WrittenEnd(7, 1, generation=5))
-
-    assert (record.generation, record.plan_id, record.applied) == (5, 7, 1)
 
 
 def test_nothing_is_committed_when_nothing_was_swapped(group: Group) -> None:

@@ -227,17 +227,6 @@ def seconds_to_stage(settings: StageSettings, **pace: float) -> float:
     return made.clock.now
 
 
-def test_migration_stages_at_its_part_of_the_budget_of_each_link() -> None:
-    # Two records of SIZE from either link; two chunks of each go at once.
-    peer, host = LinkBudget(SIZE // 4, SIZE / 8), LinkBudget(SIZE // 4, SIZE / 4)
-    settings = replace(SETTINGS, peer=peer, host=host)
-
-    whole, quarter = (seconds_to_stage(settings, link_part=part) for part in (1.0, 0.25))
-
-    assert whole == pytest.approx(12.0)
-    assert quarter == pytest.approx(48.0)
-
-
 def test_part_of_a_link_without_a_budget_is_one_of_the_default() -> None:
     free = replace(SETTINGS, peer=LinkBudget(SIZE // 4), host=LinkBudget(SIZE // 4))
 
@@ -245,15 +234,6 @@ def test_part_of_a_link_without_a_budget_is_one_of_the_default() -> None:
     assert seconds_to_stage(free, link_part=0.5) == pytest.approx(
         1.5 * SIZE / (0.5 * SERVING_BYTES_PER_SECOND)
     )
-
-
-def test_host_may_evict_a_record_once_its_transaction_is_staged() -> None:
-    made = bench(staging=2)
-    work = made.adopted()
-
-    made.run(work, lambda: made.shared.state.prepared == 1)
-
-    assert made.transport.released == [[(0, 2)]]
 
 
 def test_small_host_cache_is_preloaded_transaction_by_transaction() -> None:
@@ -419,36 +399,6 @@ def test_cancelled_preload_adds_no_abort_reason() -> None:
     assert made.transport.landings == []
 
 
-def test_mover_heartbeat_names_its_work_and_idles_between_votes() -> None:
-    said: list[tuple[str, bool]] = []
-
-    class Listening(ThreadActivity):
-        def busy(self, doing: str) -> None:
-            said.append((doing, True))
-
-        def idle(self, doing: str = "at rest") -> None:
-            said.append((doing, False))
-
-    made = bench(staging=2, beat=Listening("mover"))
-    work = made.work()
-    made.run(work, lambda: made.shared.state.is_preloaded)
-    assert said == [
-        ("computing the placements of plan 1", True),
-        ("preloading layer 0 expert 2 into the host", True),
-        ("preloading layer 1 expert 2 into the host", True),
-        ("waiting for votes on plan 1", False),
-    ]
-    made.adopt()
-
-    made.run(work, lambda: made.transport.num_flying == 4)
-    assert ("pulling layer 0 expert 1 from slot 0 of rank 1", True) in said
-    assert ("pulling layer 0 expert 2 from the host", True) in said
-    made.run(work, lambda: made.shared.state.prepared == 1)
-    next(work)
-
-    assert said[-1] == ("waiting for votes on plan 1", False)
-
-
 def test_mover_reports_the_chunk_that_it_waits_for() -> None:
     made = bench(latency_s=math.inf)
     work = made.adopted()
@@ -537,26 +487,6 @@ def test_loan_survives_a_dropped_plan_and_ends_with_the_copy() -> None:
 
 
 # -- the thread that drives it
-
-
-def test_driver_resumes_on_a_change_of_the_shared_state() -> None:
-    shared = SharedPhase(RankPhase(generation=0))
-    is_waiting, steps = threading.Event(), []
-
-    def work() -> Iterator[Wait]:
-        steps.append("looked")
-        is_waiting.set()
-        yield Wait("a time that is far off", math.inf)
-        steps.append("looked again")
-
-    thread = threading.Thread(target=drive, args=(work(), shared, time.monotonic))
-    thread.start()
-    is_waiting.wait()
-    shared.wake()
-    thread.join()
-
-    assert steps == ["looked", "looked again"]
-    assert not thread.is_alive()
 
 
 class NeverWaits(threading.Condition):

@@ -206,21 +206,6 @@ def test_chunks_are_ordered_ahead_but_not_without_end() -> None:
     assert made.clock.now == 2.0  # four chunks, two at a time
 
 
-def test_budget_delays_a_record_and_not_the_other_link() -> None:
-    slow_peers = StageSettings(peer=LinkBudget(CHUNK, 10.0), host=LinkBudget(CHUNK))
-    made = bench(0, slow_peers)
-    from_host = Move(0, 3, 1, Source.HOST)
-    seen = {}
-    work = made.stager.stage([pull_of(FROM_3), pull_of(from_host)], lambda: True)
-    made.run(work, until=1.0)
-    seen["early"] = dict(made.figures.bytes_by_source)
-    made.run(work)
-
-    assert seen["early"] == {"disk": SIZE, "host": SIZE}
-    # Two chunks at once, the burst; the other 40 bytes at 10 bytes a second.
-    assert made.clock.now == pytest.approx(4.0)
-
-
 def test_chunks_are_pulled_from_all_replicas_in_turn() -> None:
     made = bench(3)
 
@@ -442,20 +427,6 @@ def test_cancelled_staging_ends_within_a_chunk_and_drains() -> None:
     made.run(made.stager.drain())
     assert len(made.transport.pulled) == 2
     assert made.transport.flying == []
-
-
-def test_stager_works_on_after_it_was_drained() -> None:
-    made = bench(0, latency_s=1.0)
-    work = made.stager.stage([pull_of(FROM_3)], lambda: made.clock() < 0.5)
-    made.clock.now = 0.4
-    next(work)
-    made.clock.now = 0.6
-    assert made.run(work) is False
-    made.run(made.stager.drain())
-
-    (into,) = made.stage(FROM_3)
-
-    assert torch.equal(into, record_of((0, 1)))
 
 
 def test_chunk_that_never_lands_is_given_up_and_cannot_be_drained() -> None:

@@ -16,12 +16,7 @@ from rebalance.engines.common.records import Kept
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.cache.engine_records import (
-    EngineRecords,
-    EngineRecordsClient,
-    address_of,
-)
-from rebalance.weights.cache.server import HostCacheServer
+from rebalance.weights.cache.engine_records import EngineRecords, EngineRecordsClient
 from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.link.secret import Secret
@@ -165,12 +160,8 @@ def test_client_attaches_to_a_restarted_process(settings: HostCacheSettings) -> 
 def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -> None:
     settings = HostCacheSettings(record_folder=tmp_path)
     places = [replace(PLACE, name=f"{PLACE.name}-{number}") for number in range(2)]
-    servers = [
-        HostCacheServer.of_offers(address_of(place, ORIGIN), ORIGIN, settings) for place in places
-    ]
-    clients = [
-        EngineRecordsClient(place, ORIGIN, deadline_s=10, is_embedded=True) for place in places
-    ]
+    servers = [EngineRecords(place, settings) for place in places]
+    clients = [EngineRecordsClient(place, ORIGIN, deadline_s=10) for place in places]
     offered(clients[0], RECORDS[:3])
     offered(clients[1], RECORDS[3:])
 
@@ -208,7 +199,7 @@ def test_other_origin_replaces_one_that_no_rank_uses(library: EngineRecords) -> 
         offered(client, RECORDS)
         with pytest.raises(MigrationError, match="1 ranks use records of another origin"):
             attached(other)
-    while library.server is not None and library.server.num_clients:
+    while library.num_ranks:
         pass
 
     with closing(attached(other)) as client:

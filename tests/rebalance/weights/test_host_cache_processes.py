@@ -161,7 +161,6 @@ def test_cancelled_wait_for_a_slow_disk_ends_without_a_lease(host: Host, ask: st
     with pytest.raises(MigrationError, match="without a lease"):
         reader.read((0, 2 if ask == "load" else 1), torch.zeros(host.schema.record_bytes))
     reader.release([(0, 1)])
-    assert reader.stats(deadline_s=NEVER_S)["leased"] == 0
     # An answer that was called off is not taken for another.
     assert reader.load([(1, 3)], deadline_s=NEVER_S)[0] == [host.digest_of(1, 3)]
 
@@ -295,7 +294,7 @@ except MigrationError as exc:
     print(held, exc)
 reader.release([(0, e) for e in range(8)])
 reader.load([(1, 6), (1, 7)], deadline_s=3600)
-print("reduced to", reader.stats(deadline_s=3600)["room"])
+print("reduced to", host_cache.stats()["room"])
 reader.close()
 host_cache.close()  # its threads end before the interpreter does, which would break them off in C++
 """

@@ -85,7 +85,7 @@ class Host:
         return found
 
     def stats(self) -> Any:
-        return self.reader.stats(deadline_s=NEVER_S)
+        return self.cache.stats()
 
 
 StartHost = Callable[..., Host]

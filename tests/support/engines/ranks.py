@@ -50,7 +50,6 @@ def config_in(folder: Path, **changes: Any) -> Path:
         "planner.target_imbalance": 1.0,
         "engine.max_moved": 1.0,
         "engine.phase": "decode",
-        "engine.preflight": "off",  # has tests of its own
     } | {name.replace("__", "."): value for name, value in changes.items()}
     file = folder / f"eplb-{len(list(folder.iterdir()))}.toml"
     file.write_text("".join(f"{name} = {json.dumps(one)}\n" for name, one in settings.items()))
@@ -232,7 +231,8 @@ class EngineRank:
     def result(self) -> dict[str, Any]:
         """The map, what the check has found, and where records came from; ends the plug-in."""
         kept, checks = self.kept, self.checks
-        server = None if kept is None or kept.server is None else kept.server.stats()
+        library = None if kept is None else kept.server
+        server = None if library is None or library.server is None else library.server.stats()
         found = {
             "map": self.held.tolist(),
             "lists": self.lists,

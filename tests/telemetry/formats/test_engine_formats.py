@@ -11,23 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from benchmarks.engine_files.seeds import (
-    ASCEND_JSON,
-    MAP,
-    PHYSICAL,
-    RAW,
-    STEPS,
-    TRT_YAML,
-    VLLM_MAPPING,
-    VLLM_META,
-    VLLM_STATS,
-    Files,
-    npz,
-    per_pass,
-    per_token,
-    seeds,
-    torch_file,
-)
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -55,6 +38,21 @@ from telemetry.formats.types import (
     rows_in_order,
 )
 from tests.support.engines.ascend_check import has_no_move_within_a_device
+from tests.support.formats.seeds import (
+    MAP,
+    PHYSICAL,
+    RAW,
+    STEPS,
+    VLLM_MAPPING,
+    VLLM_META,
+    VLLM_STATS,
+    Files,
+    npz,
+    per_pass,
+    per_token,
+    seeds,
+    torch_file,
+)
 
 NONE = ReadOptions()
 LOGICAL = [[5, 1, 0, 2], [4, 3, 1, 0]]  # of PHYSICAL under MAP, by hand
@@ -228,15 +226,6 @@ def test_vllm_tokens_in_an_empty_slot_are_refused(tmp_path: Path) -> None:
         read_load(one_file(tmp_path, "d.jsonl", json.dumps(wrong)), NONE)
 
 
-def test_vllm_mapping_is_read_and_written_as_described(tmp_path: Path) -> None:
-    place = one_file(tmp_path, "m.json", json.dumps(VLLM_MAPPING))
-    found = read_placement(place, NONE)
-    write_placement(found, "vllm", tmp_path / "o.json", WriteOptions(2))
-
-    assert found.placement.slot_to_expert.tolist() == [[0, 1, 2, 0], [1, 2, 0, 1]]
-    assert json.loads((tmp_path / "o.json").read_text()) == VLLM_MAPPING
-
-
 # -- TensorRT-LLM
 
 
@@ -258,14 +247,6 @@ def test_trtllm_statistics_with_a_gap_are_refused(tmp_path: Path) -> None:
         read_load(saved(tmp_path, files), NONE)
 
 
-def test_trtllm_config_is_written_as_described(tmp_path: Path) -> None:
-    found = read_placement(one_file(tmp_path, "c.yaml", TRT_YAML), NONE)
-    write_placement(found, "trtllm", tmp_path / "o.yaml", WriteOptions(5))
-
-    assert found.layers.ids == (3, 4)
-    assert (tmp_path / "o.yaml").read_bytes() == TRT_YAML
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -283,13 +264,6 @@ def test_yaml_that_is_not_plain_is_refused(tmp_path: Path, text: bytes, why: str
 
 
 # -- vllm-ascend
-
-
-def test_ascend_map_is_read_by_place_of_its_entries(tmp_path: Path) -> None:
-    found = read_placement(one_file(tmp_path, "m.json", ASCEND_JSON), NONE)
-
-    assert found.placement.slot_to_expert.tolist() == [[7, 2, 0, 3, 5, 6, 1, 4, 7, 2]]
-    assert (found.num_ranks, found.placement.num_experts, found.layers.axis) == (2, 8, "ordinal")
 
 
 def test_ascend_map_keeps_slots_and_replaces_second_replicas(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from benchmarks.engine_files.seeds import ASCEND_JSON, npy, npz, torch_file
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from telemetry.formats.table import (
@@ -23,6 +22,7 @@ from telemetry.formats.table import (
     write_placement,
 )
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, as_layers, rows_in_order
+from tests.support.formats.seeds import ASCEND_JSON, npy, npz, torch_file
 
 NONE = ReadOptions()
 LOAD = [[5, 1, 0], [3, 3, 1]]  # of layers 3 and 4

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.engine_files.fuzz import fuzz
-from benchmarks.engine_files.seeds import seeds
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from telemetry.formats.table import (
@@ -23,6 +21,8 @@ from telemetry.formats.table import (
     write_placement,
 )
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, as_layers, rows_in_order
+from tests.support.formats.fuzz import fuzz
+from tests.support.formats.seeds import seeds
 
 
 @st.composite

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from eplb.errors import ConfigError, HistoryError
 from simulations.inputs import windows_of
-from telemetry.formats.routing import batched_windows, read_requests, steps_of_tokens
+from telemetry.formats.routing import batched_windows, read_requests
 from telemetry.formats.types import ReadOptions
 
 # Three requests of 3, 1 and 2 tokens, top-1, one layer: a request goes to its own expert.
@@ -23,21 +23,6 @@ def written(folder: Path, ids: NDArray[np.int64] = IDS, **more: NDArray[np.int64
     path = folder / "trace.npz"
     np.savez(path, expert_ids=ids, **more)
     return path
-
-
-def test_next_request_begins_when_one_ends() -> None:
-    # step      0  1  2
-    # request   0  0  0
-    #           1  2  2
-    assert steps_of_tokens(LENGTHS, 2).tolist() == [0, 1, 2, 0, 1, 2]
-    assert steps_of_tokens(LENGTHS, 1).tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_windows_are_whole_steps_of_the_batch() -> None:
-    found = batched_windows(PATH, IDS, LENGTHS, 2, window_tokens=2, num_experts=4)
-
-    assert found.tokens.tolist() == [[[1, 1, 0, 0]], [[1, 0, 1, 0]], [[1, 0, 1, 0]]]
-    assert found.steps_per_window.tolist() == [1, 1, 1]
 
 
 def test_steps_without_a_full_batch_and_padding_count_nowhere() -> None:
@@ -92,8 +77,3 @@ def test_requests_of_different_layers_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(HistoryError, match=r"1\.npy .*\(3, 2\), expected \(2, 2"):
         windows_of(str(tmp_path), ReadOptions(), 0, batch=1)
-
-
-def test_generated_load_takes_no_batch() -> None:
-    with pytest.raises(ConfigError, match="--batch"):
-        windows_of("generated:mixed", ReadOptions(), 0, batch=4)

@@ -18,7 +18,6 @@ from telemetry.load.drift import (
     js_divergence,
     last_change,
     planning_history,
-    shares_of,
 )
 from tests.support.repository import DATA
 
@@ -50,14 +49,6 @@ def test_divergence_is_0_for_equal_1_for_disjoint_profiles_and_symmetric() -> No
     assert js_divergence(two, one) == pytest.approx(js_divergence(one, two))
 
 
-def test_idle_layer_has_even_shares_and_no_weight() -> None:
-    idle, busy = np.zeros((1, 4), dtype=np.int64), np.array(ONE_HOT)
-
-    assert shares_of(idle).tolist() == [[0.25] * 4]
-    assert js_divergence(idle, busy).tolist() == [0.0]
-    assert drift(LoadHistory(idle[None]), LoadHistory(busy[None])).overall == 0.0
-
-
 def test_drift_is_near_0_for_draws_of_one_profile_and_large_after_a_switch() -> None:
     same, other = steady(8), steady(8, seed=1)
     none = drift(same.of_windows(np.arange(4)), same.latest(4))
@@ -76,15 +67,6 @@ def test_noise_is_taken_off() -> None:
     left = [drift(one.of_windows(np.arange(1)), one.latest(1)).overall ** 2 for one in few]
 
     assert np.mean(left) < 0.35 * np.mean(raw)
-
-
-def test_one_layer_that_moves_shows_in_its_own_figure() -> None:
-    before, after = np.array([ONE_HOT[0]] * 4), np.array([ONE_HOT[0]] * 3 + OTHER_HOT)
-    found = drift(LoadHistory(1000 * before[None]), LoadHistory(1000 * after[None]))
-
-    assert found.per_layer[:3].tolist() == [0.0, 0.0, 0.0]
-    assert found.per_layer[3] > 0.8
-    assert found.overall == pytest.approx(found.per_layer[3] / 2, rel=0.01)
 
 
 def test_windows_of_few_requests_are_known_to_fluctuate_more() -> None:

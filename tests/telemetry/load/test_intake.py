@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eplb.core.load import LoadSample
-from telemetry.load.counts import OUTCOMES, Outcome, RunShape
+from telemetry.load.counts import Outcome, RunShape
 from telemetry.load.folder import Cut, CutBySteps, CutByTime, WindowFolder
 from tests.support.stores import make_sample as make_any_sample
 
@@ -40,17 +40,6 @@ def every_rank(window: int, **changes: Any) -> list[LoadSample]:
 
 def nonzero(intake: Intake) -> dict[str, int]:
     return {name: number for name, number in intake.outcomes.counts.items() if number}
-
-
-def test_samples_that_fit_are_accepted_once() -> None:
-    intake = Intake()
-    assert intake.outcomes.counts == dict.fromkeys(OUTCOMES, 0)
-
-    assert intake.take(every_rank(0))["accepted"] == 4
-    assert intake.take(every_rank(0))["repeated"] == 4
-
-    assert nonzero(intake) == {"accepted": 4, "repeated": 4}
-    assert intake.outcomes.reasons == {}
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -139,15 +128,6 @@ def test_rank_that_missed_a_swap_is_stale() -> None:
 
     intake.take([make_sample(3, 3, generation=2)])
     assert intake.outcomes.counts["accepted"] == 8
-
-
-def test_late_sample_from_before_the_swap_is_not_stale() -> None:
-    intake = Intake()
-    intake.take([make_sample(rank, 1, generation=2) for rank in range(4)])
-
-    intake.take([make_sample(3, 0, sequence=0)])
-
-    assert nonzero(intake) == {"accepted": 5}
 
 
 def test_rank_with_a_wrong_generation_does_not_make_others_stale() -> None:

@@ -11,7 +11,6 @@ from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import HistoryError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from telemetry.load.counts import RunShape
 from telemetry.load.reader import RunReader
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
@@ -40,22 +39,6 @@ def both(*windows: int) -> list[LoadSample]:
     return [make_sample(rank, window) for window in windows for rank in (0, 1)]
 
 
-def test_each_call_folds_what_arrived_since_the_last(store: StateStore) -> None:
-    store.begin_run(make_run())
-    store.append(both(0, 1, 2))
-    reader = RunReader(store, make_run())
-
-    assert [len(accepted) for accepted in reader.read(4)] == [4, 2]
-    assert list(reader.read(4)) == []
-    store.append([*both(3), make_sample(0, 4, run="run-2")])
-    (accepted,) = reader.read()
-
-    assert [(sample.rank, sample.first_step) for sample in accepted] == [(0, 30), (1, 30)]
-    assert [window.index for window in reader.folder.windows()] == [0, 1, 2, 3]
-    assert all(window.is_complete for window in reader.folder.windows())
-    assert (reader.num_read, reader.shape) == (8, RunShape("demo", "run-1", 2, 3, 1))
-
-
 def test_with_a_clock_samples_of_the_future_are_excluded(store: StateStore) -> None:
     store.begin_run(make_run())
     store.append([*both(0), make_sample(0, 1, time=NOW + 61.0), make_sample(7, 1)])
@@ -70,15 +53,6 @@ def test_with_a_clock_samples_of_the_future_are_excluded(store: StateStore) -> N
         found = reader.folder.outcomes.counts
         assert (found["accepted"], found["future"], found["malformed"]) == counts
         assert reader.num_read == 4
-
-
-def test_run_of_seconds_has_windows_of_time(store: StateStore) -> None:
-    store.begin_run(make_run(window_seconds=5.0))
-    store.append(both(0))
-    reader = RunReader(store, make_run(window_seconds=5.0))
-
-    assert [len(accepted) for accepted in reader.read()] == [2]
-    assert [window.index for window in reader.folder.windows()] == [200]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -137,20 +136,6 @@ def test_only_the_newest_state_is_written() -> None:
         assert [state.step for state in store.rank_states("run-1")] == [9]
 
 
-def test_state_without_samples_is_written_on_its_own() -> None:
-    written = threading.Event()
-
-    class Watched(MemoryStore):
-        def report(self, state: RankState) -> None:
-            super().report(state)
-            written.set()
-
-    with reporting(Watched("demo")) as reporter:
-        reporter.state(make_state(7))
-
-        written.wait()
-
-
 def test_sample_of_another_deployment_is_counted_off_the_step_path() -> None:
     reporter = Reporter(MemoryStore("demo"))
 
@@ -168,17 +153,3 @@ def test_sample_offered_after_close_counts_as_dropped() -> None:
 
     assert not reporter.offer(make_sample(0, 0))
     assert reporter.stats().dropped == 1
-
-
-def test_reporters_of_several_ranks_share_one_store() -> None:
-    store = MemoryStore("demo")
-
-    def report(rank: int) -> None:
-        with reporting(store) as reporter:
-            for sequence in range(10):
-                reporter.offer(make_sample(rank, sequence))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(report, range(4)))
-
-    assert store.sample_counts("run-1") == dict.fromkeys(range(4), 10)

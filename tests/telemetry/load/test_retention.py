@@ -81,34 +81,6 @@ def test_samples_older_than_they_are_kept_become_roll_ups_of_a_minute(store: Sta
     assert store.sample_counts("run-1") == {0: 9, 1: 9}
 
 
-def test_runs_and_phases_are_rolled_up_apart(store: StateStore) -> None:
-    started(store, "run-1", "run-2")
-    store.append([make_sample(0, n, time=n, phase=p) for n, p in enumerate(("prefill", "decode"))])
-    store.append([make_sample(0, 0, time=5.0, run="run-2")])
-
-    Keeper(store, SHORT).turn(START + 250.0)
-
-    found = [(rollup.run, rollup.phase) for rollup in store.rollups(MINUTE)]
-    assert found == [("run-1", "decode"), ("run-1", "prefill"), ("run-2", "decode")]
-
-
-def test_roll_ups_of_a_minute_become_those_of_an_hour(store: StateStore) -> None:
-    started(store)
-    store.append([make_sample(0, n, time=30.0 * 60 * n) for n in range(5)])
-    keeper = Keeper(store, SHORT)
-    keeper.turn(START + 3.0 * HOUR)
-
-    assert [summary(rollup) for rollup in store.rollups(HOUR)] == [(0.0, [[20, 2, 0]], [[22, 0]])]
-    (hour,) = store.rollups(HOUR)
-    assert (hour.num_samples, hour.first_step, hour.last_step) == (2, 0, 19)
-    assert [rollup.start - START for rollup in store.rollups(MINUTE)] == [3600, 5400, 7200]
-
-    keeper.turn(START + 10.0 * HOUR)
-    assert [rollup.num_samples for rollup in store.rollups(HOUR)] == [2, 2, 1]
-    keeper.turn(START + 12.0 * HOUR)
-    assert [rollup.start - START for rollup in store.rollups(HOUR)] == [7200]
-
-
 def test_hour_has_all_its_minutes_where_retention_runs_every_minute(store: StateStore) -> None:
     started(store)
     keeper = Keeper(
@@ -125,24 +97,6 @@ def test_hour_has_all_its_minutes_where_retention_runs_every_minute(store: State
         (0.0, [[600, 60, 0]], [[660, 0]]),
         (3600.0, [[600, 60, 0]], [[660, 0]]),
     ]
-
-
-def test_late_and_disordered_samples_count_as_long_as_their_minute_is_kept(
-    store: StateStore,
-) -> None:
-    started(store)
-    store.append([make_sample(0, 3, time=70.0), make_sample(0, 1, time=10.0)])
-    store.append([make_sample(1, 0, time=5.0), make_sample(0, 2, time=50.0)])
-    keeper = Keeper(store, SHORT)
-
-    keeper.turn(START + 200.0)
-    assert [rollup.num_samples for rollup in store.rollups(MINUTE)] == [3]
-
-    store.append([make_sample(0, 0, time=1.0), make_sample(1, 1, time=75.0)])
-    turn = keeper.turn(START + 260.0)
-
-    assert [rollup.num_samples for rollup in store.rollups(MINUTE)] == [3, 2]
-    assert (turn.minutes, turn.standing, turn.samples) == (1, 1, 3)
 
 
 def test_samples_that_do_not_fit_their_run_are_excluded_and_counted(store: StateStore) -> None:

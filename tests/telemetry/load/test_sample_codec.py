@@ -15,7 +15,7 @@ from eplb.core.load import LoadSample
 from eplb.errors import StoreError
 from telemetry.load import sample_codec as packing
 from telemetry.load.rollup import Rollup, rollup_from_bytes, rollup_to_bytes
-from telemetry.load.sample_codec import UnknownVersion, sample_from_bytes, sample_to_bytes
+from telemetry.load.sample_codec import sample_from_bytes, sample_to_bytes
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=4)
@@ -106,15 +106,6 @@ def test_codec_detects_any_changed_byte_and_any_truncation() -> None:
 def test_foreign_bytes_are_refused(record: bytes) -> None:
     with pytest.raises(StoreError, match="sample record"):
         sample_from_bytes(record)
-
-
-@pytest.mark.parametrize("version", [0, 1, 3, 255])
-def test_record_of_another_version_is_refused(version: int) -> None:
-    record = bytearray(sample_to_bytes(make_sample()))
-    record[4] = version
-
-    with pytest.raises(UnknownVersion, match=f"version {version}, expected 2"):
-        sample_from_bytes(bytes(record))
 
 
 # -- records that are sealed as they are, and yet are no samples

@@ -78,48 +78,6 @@ def test_stored_samples_are_removed_and_leave_no_file(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_samples_of_an_earlier_process_are_sent_with_new_ones(folder: Path) -> None:
-    fill(folder, 2)
-
-    with closing(Spool(folder)) as spool:
-        spool.add([make_sample(7, run="run-2")])
-        batch = spool.lease(10)
-        spool.settle(batch, num_new=3)
-
-        sent = [(sample.run, sample.sequence) for sample in batch.values()]
-        assert sent == [("run-1", 0), ("run-1", 1), ("run-2", 7)]
-        assert (spool.stats().recovered, spool.stats().replayed) == (2, 2)
-    assert left_in(folder) == []
-
-
-def test_new_samples_do_not_wait_behind_a_backlog(folder: Path) -> None:
-    fill(folder, 20)
-
-    with closing(Spool(folder)) as spool:
-        spool.add([make_sample(20), make_sample(21)])
-
-        assert leased(spool.lease(2)) == [0, 1, 20, 21]
-
-
-def test_returned_samples_keep_their_order(folder: Path) -> None:
-    with closing(Spool(folder)) as spool:
-        spool.add([make_sample(n) for n in range(4)])
-        spool.lease(2)
-        spool.give_back()
-        spool.add([make_sample(4)])
-
-        assert leased(spool.lease(2)) == [0, 1, 2, 3]
-        assert spool.stats().spooled == 2
-
-
-def test_more_new_samples_than_memory_holds_wait_on_disk(folder: Path) -> None:
-    with closing(Spool(folder, capacity=2)) as spool:
-        spool.add([make_sample(n) for n in range(5)])
-
-        assert leased(spool.lease(10)) == [0, 1, 2, 3, 4]
-        assert (spool.stats().spooled, spool.stats().dropped) == (3, 0)
-
-
 def test_full_spool_drops_the_oldest_and_counts_each(folder: Path) -> None:
     num_samples = 2 * FOLDER_BYTES // SAMPLE_BYTES
     with closing(Spool(folder, max_bytes=FOLDER_BYTES, capacity=1)) as spool:
@@ -166,18 +124,6 @@ def test_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) ->
         with closing(Spool(folder)) as spool:
             assert leased(spool.lease(10)) == ([0] if length >= second else [])
             assert spool.stats().torn == (length > len(HEADER) and length != second)
-
-
-def test_damaged_record_costs_itself_and_no_other(folder: Path) -> None:
-    fill(folder, 3)
-    (segment,) = folder.glob("*.spool")
-    data = bytearray(segment.read_bytes())
-    data[len(HEADER) + SAMPLE_BYTES + SAMPLE_BYTES // 2] ^= 0xFF
-    segment.write_bytes(data)
-
-    with closing(Spool(folder)) as spool:
-        assert leased(spool.lease(10)) == [0, 2]
-        assert (spool.stats().damaged, spool.stats().torn) == (1, 0)
 
 
 def test_segment_of_another_version_is_left_as_it_is(

@@ -50,15 +50,6 @@ def folded(*samples: LoadSample) -> list[Window]:
     return folder.windows()
 
 
-def test_replicas_of_an_expert_are_summed_over_ranks() -> None:
-    (window,) = folded(make_sample(0, 0, [30, 5]), make_sample(1, 0, [20, 7]))
-
-    assert window.tokens.tolist() == [[50, 5, 7]]
-    assert window.received.tolist() == [[35, 27]]
-    assert (window.first_step, window.last_step, window.index) == (0, 9, 0)
-    assert window.is_complete
-
-
 def test_rank_that_covers_no_step_or_only_some_is_missing() -> None:
     first, second, third = folded(
         *(make_sample(rank, 0, [1, 1]) for rank in (0, 1)),
@@ -70,32 +61,6 @@ def test_rank_that_covers_no_step_or_only_some_is_missing() -> None:
     assert (first.missing_ranks, first.is_complete) == (frozenset(), True)
     assert (second.missing_ranks, second.is_complete) == ({1}, False)
     assert third.missing_ranks == {1}
-
-
-def test_window_cut_by_a_swap_has_both_generations_and_is_complete() -> None:
-    before = make_sample(1, 0, [1, 2], last_step=3)
-    after = make_sample(1, 4, [3, 4], last_step=9, generation=2, slot_to_expert=[[2, 1]])
-    (window,) = folded(make_sample(0, 0, [0, 0]), before, after)
-
-    assert window.is_complete
-    assert window.generations == {1, 2}
-    assert window.tokens.tolist() == [[1, 4, 5]]
-
-
-def test_late_sample_completes_its_old_window_and_a_repeated_one_counts_once() -> None:
-    folder, first = make_folder(), make_sample(0, 0, [1, 1])
-    assert folder.add_all([first]) == [first]
-    folder.add_all([make_sample(0, 10, [1, 1])])
-    assert folder.add_all([make_sample(0, 0, [1, 1])]) == []
-    assert folder.outcomes.counts["repeated"] == 1
-    (before, _) = folder.windows()
-    assert not before.is_complete
-
-    folder.add_all([make_sample(1, 0, [9, 9])])
-
-    after, _ = folder.windows()
-    assert (after.is_complete, after.tokens.tolist()) == (True, [[10, 1, 9]])
-    assert before.tokens.tolist() == [[1, 1, 0]]  # what was handed out does not change
 
 
 @settings(deadline=None, max_examples=20)
@@ -118,12 +83,6 @@ def test_only_the_latest_windows_are_kept_and_older_samples_are_late() -> None:
     assert [window.index for window in folder.windows()] == [1, 2]
     assert folder.add_all([make_sample(1, 0, [1, 1])]) == []
     assert folder.outcomes.counts["late"] == 1
-
-
-def test_samples_of_two_phases_make_a_mixed_window() -> None:
-    (window,) = folded(make_sample(0, 0, [1, 1]), make_sample(1, 0, [1, 1], phase="prefill"))
-
-    assert window.phase == "mixed"
 
 
 @pytest.mark.parametrize(
@@ -150,12 +109,6 @@ def test_sample_that_does_not_fit_is_refused(changes: dict[str, Any], message: s
     assert folder.windows()[0].tokens.sum() == 2
 
 
-def test_empty_slot_counts_nowhere() -> None:
-    (window,) = folded(make_sample(1, 0, [6, 0], slot_to_expert=[[2, -1]]))
-
-    assert window.tokens.tolist() == [[0, 0, 6]]
-
-
 def test_history_takes_the_last_complete_windows() -> None:
     both = [make_sample(rank, step, [step, 0]) for step in (0, 10, 30) for rank in (0, 1)]
     windows = folded(*both, make_sample(0, 20, [7, 7]))
@@ -167,12 +120,6 @@ def test_history_takes_the_last_complete_windows() -> None:
     assert result.last_step.tolist() == [19, 39]
     assert result.tokens[:, 0, 0].tolist() == [20, 60]
     assert result.phase == "decode"
-
-
-def test_incomplete_windows_make_no_history() -> None:
-    windows = folded(make_sample(0, 0, [1, 1]), make_sample(0, 10, [1, 1]))
-
-    assert history(windows, last=3) is None
 
 
 def test_phases_are_counted_apart_when_asked() -> None:
@@ -351,21 +298,6 @@ def test_lost_sample_leaves_both_windows_that_it_may_be_of_incomplete() -> None:
     assert missing(folder) == {0: set(), 1: set(), 2: set(), 3: {0, 1}}
 
 
-def test_rank_without_tokens_does_not_count_as_missing() -> None:
-    folder = folder_of(
-        *both(0, 1.0), timed_sample(0, 1, 6.0), timed_sample(0, 2, 11.0), timed_sample(1, 1, 12.0)
-    )
-
-    assert missing(folder)[1] == set()
-    assert folder.windows()[1].received.tolist() == [[2, 0]]
-
-
-def test_sequences_before_the_first_known_sample_are_missing() -> None:
-    folder = folder_of(*both(7, 1.0), *both(8, 6.0), *both(9, 11.0))
-
-    assert missing(folder) == {0: {0, 1}, 1: set(), 2: {0, 1}}
-
-
 def test_repeated_and_late_samples_change_nothing() -> None:
     folder = folder_of(*both(0, 1.0), *both(1, 6.0), *both(2, 11.0), keep=2)
 
@@ -414,30 +346,6 @@ def folded_phases(*windows: tuple[Phase, ...]) -> WindowFolder:
                 [LoadSample("test", "run", 0, step, *span, phase, 0, HELD_TWICE, tokens)]
             )
     return folder
-
-
-def loads(found: Apart) -> list[list[list[int]]]:
-    return [[window.tokens[0].tolist() for window in part] for part in found]
-
-
-@pytest.mark.parametrize(
-    ("phases", "others", "decode", "name"),
-    [
-        (("prefill", "decode"), [[100, 300]], [[5, 1]], "prefill"),
-        (("prefill", "decode", "mixed"), [[110, 310]], [[5, 1]], "mixed"),
-        (("decode",), [], [[5, 1]], ""),
-        (("prefill",), [[100, 300]], [], "prefill"),
-    ],
-)
-def test_decode_is_apart_from_all_else(
-    phases: tuple[Phase, ...], others: list[list[int]], decode: list[list[int]], name: str
-) -> None:
-    folder = folded_phases(phases)
-
-    found = apart(folder, folder.windows())
-
-    assert loads(found) == [others, decode]
-    assert [window.phase for window in found.others] == [name] * len(others)
 
 
 def history_of(weight: float, *windows: tuple[Phase, ...]) -> list[tuple[str, list[int]]]:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from eplb.errors import StoreError
-from telemetry.state.events import Event, PlanEnd, PlanOffer, plan_end, plan_offer
+from telemetry.state.events import Event, PlanEnd, plan_end
 
 END = {"generation": 4, "plan_id": 3, "reason": "skew"}
-OFFER = {"plan_id": 3, "base_generation": 3, "generation": 4, "moves": 2, "transactions": 1}
 
 
 def event(kind: str, detail: dict[str, Any]) -> Event:
@@ -25,11 +24,6 @@ def test_end_of_a_plan_is_read_from_its_event(kind: str) -> None:
 def test_placement_without_a_plan_ends_no_plan() -> None:
     assert plan_end(event("commit", END | {"plan_id": 0})) is None
     assert plan_end(event("plan", END)) is None
-
-
-def test_published_plan_is_read_from_its_event() -> None:
-    assert plan_offer(event("publish", OFFER)) == PlanOffer(3, 3, 4, 2, 1)
-    assert plan_offer(event("commit", END)) is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -564,6 +565,32 @@ def test_proposals_of_a_group_are_numbered_and_void_once_another_group_serves(
     assert store.propose_group(proposal) is None
     with pytest.raises(StaleGeneration, match="membership 0 cannot be committed"):
         other.commit(FIRST.with_generation(3), expected=2, membership=0, reason="late")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "following", "unwanted"),
+    [((0, 1), (0, 1, 2), [2]), ((0, 1, 2), (0,), [1])],
+    ids=["joins", "leaves"],
+)
+def test_planned_group_is_refused_once_its_operation_has_ended(
+    any_store: StateStore, wanted: tuple[int, ...], following: tuple[int, ...], unwanted: list[int]
+) -> None:
+    store = committed_first(any_store)
+    store.begin_run(replace(RUN, topology={"alive": [True, True, False]}))
+    store.change_membership("one", wanted, asked=1, members=(0, 1), reason="", by="")
+    planned = replace(RECORD, survivors=following, generation=1, plan_id=0, applied=0)
+
+    with pytest.raises(StaleGeneration, match=rf"found {re.escape(str(unwanted))} to join"):
+        store.commit(
+            FIRST.with_generation(2),
+            expected=1,
+            membership=0,
+            reason="late",
+            run=replace(RUN, run="run-1-member1"),
+            next_group=planned,
+        )
+
+    assert store.recovery() is None
 
 
 # -- events and tasks

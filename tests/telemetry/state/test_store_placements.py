@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +20,8 @@ from eplb.errors import StaleGeneration
 from eplb.migration.build import Migration, build_migration
 from eplb.migration.recovery import Recovery
 from telemetry.state.store import StateStore
-from tests.support.stores import kinds, make_placement
+from tests.support.processes import ForkedProcess
+from tests.support.stores import kinds, make_placement, sqlite_store
 
 TWO_RANKS = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 
@@ -176,6 +183,43 @@ def test_plan_dropped_by_survivors_rejects_the_late_commit_of_a_dead_rank(
             migration.target, expected=1, plan_id=migration.plan_id, reason="served", membership=0
         )
     assert [line.placement.generation for line in store.placements()] == [1]
+
+
+def commit_after_a_stop(pipe: Connection, path: Path, migration: Migration) -> None:
+    """Be a rank that is stopped between what it has read and its commit."""
+    with closing(sqlite_store(path, "test")) as store:
+        epoch = store.epoch()
+        pipe.send(os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        given = {"plan_id": migration.plan_id, "reason": "served", "membership": epoch}
+        try:
+            store.commit(migration.target, expected=1, **given)
+        except StaleGeneration as exc:
+            pipe.send(str(exc))
+
+
+@pytest.mark.system
+def test_commit_of_a_process_that_was_stopped_while_others_recovered_is_refused(
+    tmp_path: Path, fork: Callable[..., ForkedProcess]
+) -> None:
+    path, first = tmp_path / "store.sqlite", make_placement(1)
+    with closing(sqlite_store(path, "test")) as store:
+        store.commit(first, expected=None, reason="first")
+        migration = make_migration(first, store.next_plan_id())
+        store.publish(migration)
+    late = fork(commit_after_a_stop, path, migration)
+    pid = late.receive()
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+    with closing(sqlite_store(path, "test")) as store:
+        store.recover(record_of(migration), expected_membership=0)
+        os.kill(pid, signal.SIGCONT)
+        refusal = late.receive()
+
+        assert late.ends() == 0
+        assert "of membership 0 cannot" in refusal
+        assert "membership 1 was" in refusal
+        assert [line.placement.generation for line in store.placements()] == [1]
 
 
 def test_survivors_that_roll_a_plan_forward_commit_it(

@@ -12,7 +12,6 @@ from telemetry.state.store import StateStore
 Kind = Literal["slot", "replicas", "factor", "tensors", "choice", "map", "list"]
 BEGUN, ROUND, FAULT = "placement_check", "placement_round", "placement_fault"
 REPAIRED, PARTS = "placement_repair", "engine_parts"
-CONFORMANCE = "conformance_refused"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Report:
     faults: tuple[str, ...]  # oldest first, without those of slots that were repaired since
     num_repaired: int = 0  # slots
     parts: dict[int, str] = field(default_factory=dict)  # by rank: what is off, and what was lost
-    refused: tuple[str, ...] = ()  # layers that the preflight has not proved
 
     @property
     def lines(self) -> list[str]:
@@ -59,7 +57,7 @@ class Report:
         last = counted(len(self.faults), "fault")
         if self.num_repaired:
             last += f", {counted(self.num_repaired, 'slot')} repaired from kept records"
-        return [first, *parts, *self.refused, *refused, *self.faults, last]
+        return [first, *parts, *refused, *self.faults, last]
 
 
 def report_of(store: StateStore) -> Report:
@@ -71,8 +69,7 @@ def report_of(store: StateStore) -> Report:
     rounds: dict[int, int] = {}
     parts: dict[int, str] = {}
     faults, repaired = [], []
-    kept: dict[str, None] = {}  # alike on all ranks
-    kinds = ("run", BEGUN, ROUND, FAULT, REPAIRED, PARTS, CONFORMANCE)
+    kinds = ("run", BEGUN, ROUND, FAULT, REPAIRED, PARTS)
     for event in store.events_backwards(kinds):
         detail = event.detail
         if event.kind == "run" and detail["run"] != info.run:
@@ -86,8 +83,6 @@ def report_of(store: StateStore) -> Report:
             rounds.setdefault(rank, int(str(detail["rounds"])))
         elif event.kind == PARTS:
             parts.setdefault(rank, _parts_text(detail))
-        elif event.kind == CONFORMANCE:
-            kept[f"layers {detail['layers']} keep their map: {detail['text']}"] = None
         elif event.kind == REPAIRED:
             repaired.append((detail["row"], detail["slot"]))
         elif detail["kind"] != "slot" or (detail["row"], detail["slot"]) not in repaired:
@@ -100,7 +95,6 @@ def report_of(store: StateStore) -> Report:
         tuple(reversed(faults)),
         len(repaired),
         dict(sorted(parts.items())),
-        tuple(kept),
     )
 
 

@@ -92,23 +92,6 @@ def members_become(deployment: Deployment, *ranks: int) -> None:
     )
 
 
-def test_ranks_of_a_deployment_without_an_operation_are_all_wanted(client: httpx.Client) -> None:
-    found = client.get(PATH)
-
-    assert found.headers["etag"] == '"0"'
-    assert found.json() == {
-        "epoch": 0,
-        "members": [0, 1, 2, 3],
-        "wanted": [0, 1, 2, 3],
-        "phase": "settled",
-        "waits": "",
-        "survivors": [0, 1, 2, 3],
-        "safe_to_delete": [],
-        "operation": None,
-        "left_s": None,
-    }
-
-
 def test_dry_run_says_what_moves_and_changes_nothing(
     deployment: Deployment, client: httpx.Client
 ) -> None:

@@ -32,15 +32,6 @@ def states(answer: httpx.Response) -> list[str]:
     return [one["state"] for one in answer.json()["ranks"]]
 
 
-def test_ranks_are_listed_with_what_their_loss_costs(client: httpx.Client) -> None:
-    found = client.get(PATH).json()
-
-    assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert [one["experts"] for one in found["ranks"]] == [2, 2]
-    assert [one["sole_experts"] for one in found["ranks"]] == [2, 2]
-    assert (found["unmet"], found["waits"], found["time"]) == ([], "", None)
-
-
 def test_loss_of_ranks_names_experts_without_another_replica_or_a_slot(
     client: httpx.Client,
 ) -> None:

@@ -14,12 +14,9 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.decision.triggers import TriggerRules
 from eplb.errors import ConfigError
-from eplb.fitting import Cordon
 from eplb.migration.build import Pace
 from rebalance.controller.plans.planner_request import (
     PlannerRequest,
-    read_cordons,
-    written_cordons,
 )
 from telemetry.state.tasks import Refusal
 from tests.support.controlled_deployment import (
@@ -251,14 +248,6 @@ def test_cordon_holds_where_every_rank_keeps_a_spare_slot(cordon: str) -> None:
     mine = target.slot_to_expert[0, topology.slots_on(2)]
     assert sorted(mine[mine != EMPTY].tolist()) == ([] if cordon == "drain" else [3])
     assert events(store, "error") == []
-
-
-def test_cordons_are_read_back_as_they_were_written() -> None:
-    cordons = {7: Cordon.DRAIN, 3: Cordon.CORDON}
-
-    assert written_cordons(cordons) == "3:cordon, 7:drain"
-    assert read_cordons("3:cordon, 7:drain") == cordons
-    assert read_cordons("") == {}
 
 
 @pytest.mark.parametrize("text", ["3", "3:", "3:away", "-1:drain", "3:drain, 3:cordon", "a:drain"])

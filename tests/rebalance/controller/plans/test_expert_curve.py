@@ -46,13 +46,6 @@ def test_curve_is_that_of_the_ranks_that_have_one(deployment: Deployment, other:
     assert found["expert_curve"].startswith("measured at the start by one rank: ")
 
 
-def test_ranks_that_measured_nothing_are_planned_by_the_constant(deployment: Deployment) -> None:
-    found = decided(deployment, None, None)
-
-    assert found["objective"] == "tokens"
-    assert "no rank measured" in found["expert_curve"]
-
-
 def test_configured_curve_wins_over_the_measured_one(deployment: Deployment) -> None:
     request = PlannerRequest(curve="1:13.1, 1024:124.5")
 

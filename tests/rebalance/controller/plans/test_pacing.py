@@ -113,15 +113,6 @@ def test_migration_without_reported_steps_leaves_the_pace_as_it_is(deployment: P
     assert "plan 2 was not judged" in deployment.last_plan()["pace_reason"]
 
 
-def test_ranks_that_report_no_times_of_steps_get_the_pace_as_configured(deployment: Paced) -> None:
-    controller = deployment.controller(**PACED)
-    deployment.migrate(controller, slowdown=0.2)
-    for rank in range(2):
-        deployment.store.report(rank_report(deployment.run, rank))
-
-    assert deployment.next_migration(controller).pace == OWN
-
-
 def test_migration_that_does_not_end_in_time_is_not_slowed_further(deployment: Paced) -> None:
     controller = deployment.controller(**PACED)
     deployment.migrate(controller, slowdown=0.2)

@@ -84,22 +84,6 @@ def test_sum_of_phases_hides_decode(deployment: Deployment) -> None:
     assert mean_of_both(START) == pytest.approx(1.49)
 
 
-def test_plan_that_weighs_the_phases_lowers_the_mean_of_both(deployment: Deployment) -> None:
-    serve(deployment, BOTH, windows=4)
-
-    decided = planned(deployment, weighing(0.5))
-    target = deployment.swap().target
-
-    assert decided["decision"] == "MOVE"
-    assert decided["phases"] == [
-        {"phase": "prefill", "windows": 4, "before": 1.18, "after": 1.22},
-        {"phase": "decode", "windows": 4, "before": 1.8, "after": 1.1},
-    ]
-    assert decided["imbalance_before"] == pytest.approx(1.49)
-    assert decided["asked"]["decode_weight"] == 0.5
-    assert mean_of_both(target) == pytest.approx(1.16)
-
-
 def test_weight_is_the_part_of_windows_that_are_of_decode(deployment: Deployment) -> None:
     serve(deployment, BOTH, windows=12)
 

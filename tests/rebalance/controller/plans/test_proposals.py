@@ -57,25 +57,6 @@ def test_stage_propose_stores_one_proposal_until_it_ends(
     assert [one.state for one in deployment.store.proposals()] == ["expired", "open"]
 
 
-def test_requested_proposal_has_figures_moves_and_explanation(
-    deployment: Deployment, controller: Controller
-) -> None:
-    number = propose(deployment, controller)
-
-    (found,) = deployment.store.proposals()
-    content = deployment.store.proposal_content(number)
-    assert content is not None
-    assert (found.id, found.by, found.reason) == (number, "alice", "hot expert")
-    assert found.decision == "MOVE"
-    assert found.imbalance_before == pytest.approx(1.6)
-    moves = len(content.detail["move_list"])
-    assert moves == found.moves == content.detail["plan"]["num_moves"]
-    (explained,) = content.detail["explanation"]
-    assert explained["layer"] == 0
-    assert explained["sentences"]
-    assert content.target.generation == 1
-
-
 def test_approval_publishes_exactly_the_stored_target_of_an_earlier_load(
     deployment: Deployment, controller: Controller
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from eplb.errors import ConfigError
-from telemetry import open_store
-from telemetry.state.redis import RedisBackend, deployment_of
+from telemetry.state.redis import RedisBackend
 from telemetry.state.redis_address import Tls, parse_address
-from telemetry.state.store import without_password
 
 
 def test_url_names_host_port_database_user_and_options_but_shows_no_password() -> None:
@@ -72,23 +70,7 @@ def test_unusable_url_is_an_error_without_the_password(url: str, words: str) -> 
     assert "sec" not in str(caught.value)
 
 
-def test_unknown_scheme_is_an_error_without_the_password() -> None:
-    with pytest.raises(ConfigError, match="mysql://u@host/x") as caught:
-        open_store("mysql://u:secret@host/x?y=secret", "demo")
-
-    assert "secret" not in str(caught.value)
-    assert without_password("u:secret@host") == "u@host"
-
-
 @pytest.mark.parametrize("deployment", ["", "a{b", "a}b"])
 def test_deployment_that_would_not_lie_in_one_slot_is_refused(deployment: str) -> None:
     with pytest.raises(ConfigError):
         RedisBackend("redis://127.0.0.1:1", deployment)
-
-
-@pytest.mark.parametrize("prefix", ["eplb", "a*b?[c]"])
-def test_keys_name_their_deployment(prefix: str) -> None:
-    assert deployment_of(f"{prefix}:{{r1-decode}}:placements", prefix) == "r1-decode"
-    assert deployment_of(f"{prefix}:{{r1-decode}}:runs", prefix) == "r1-decode"
-    assert deployment_of(f"{prefix}:{{r1-decode}}:state", prefix) is None
-    assert deployment_of("other:{r1-decode}:placements", prefix) is None

@@ -1,6 +1,6 @@
 """Mutated files for every reader: each is read or refused in one sentence, in bounded memory.
 
-    python -m benchmarks.engine_files.fuzz --inputs 100000 --seed 1
+    python -m tests.support.formats.fuzz --inputs 100000 --seed 1
 
 Each reader runs in a process of its own whose address space may grow by 256 MB. An input that takes
 longer than 5 s ends the process. Events of the interpreter that run code, start a process or open a
@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from benchmarks.engine_files.seeds import seeds
 from eplb.errors import EplbError
 from telemetry.formats import own
 from telemetry.formats.table import read
+from tests.support.formats.seeds import seeds
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GROWTH_BYTES = 256 * 2**20
 LIMIT_S = 5.0
 BAD_EVENTS = ("exec", "os.system", "os.exec", "os.fork", "subprocess.Popen", "pickle.find_class")
@@ -224,7 +224,7 @@ def too_slow(signum: int, frame: object) -> NoReturn:
 def fuzz(reader: str, inputs: int, seed: int) -> Figures:
     """Run one reader in a child process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.engine_files.fuzz", "--child", reader]
+        command = [sys.executable, "-m", "tests.support.formats.fuzz", "--child", reader]
         command += ["--inputs", str(inputs), "--seed", str(seed), "--folder", folder]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -233,33 +233,18 @@ def fuzz(reader: str, inputs: int, seed: int) -> Figures:
     return Figures(**json.loads(done.stdout))
 
 
-def readers() -> list[str]:
-    """Names of all readers."""
-    return list(seeds())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--readers", default="")
     parser.add_argument("--child", default="")
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     if given.child:
         print(json.dumps(vars(run_child(given.child, given.inputs, given.seed, given.folder))))
         return
-    print("| reader | inputs | read | refused | wrong | events | grown MB | slowest ms | CPU s |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    for reader in given.readers.split(",") if given.readers else readers():
-        it = fuzz(reader, given.inputs, given.seed)
-        print(
-            f"| {reader} | {it.inputs} | {it.read} | {it.refused} | {len(it.wrong)} "
-            f"| {it.events} | {it.grown_mb:.0f} | {it.slowest_ms:.0f} | {it.cpu_s:.0f} |",
-            flush=True,
-        )
-        for line in it.wrong:
-            print(f"  {line}", flush=True)
+    for reader in seeds():
+        print(fuzz(reader, given.inputs, given.seed), flush=True)
 
 
 if __name__ == "__main__":

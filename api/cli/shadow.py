@@ -146,21 +146,16 @@ class EngineRecorder:
         return body
 
 
-# Between two checks for a stop while waiting for the next poll. No event: a signal handler that
-# sets one can deadlock with the wait that it interrupts.
-LOOK_EVERY_S = 0.2
-
-
 @dataclass(frozen=True)
 class Watch:
     """How a source is watched."""
 
+    # Looked at between polls: an exception amid a window would leave it judged on one side alone.
+    stop: StopSignals
     poll_s: float = 10.0
     most_s: float | None = None  # None: until interrupted
     recorder: EngineRecorder | None = None
     record_every_s: float = 60.0
-    # Asked between polls: an exception amid a window would leave it judged on one side alone.
-    is_stopped: Callable[[], bool] = lambda: False
 
 
 def run(
@@ -209,20 +204,18 @@ def _watch(
     if watch.recorder is not None:
         watch.recorder.start()
     try:
-        while not watch.is_stopped() and time.monotonic() < end:
+        while not watch.stop.received and time.monotonic() < end:
             if watch.recorder is not None and time.monotonic() - asked >= watch.record_every_s:
                 asked = time.monotonic()
                 _ask(watch.recorder.dump, source)
             if (found := poll()) is not None:
                 on_report(found)
-            due = min(time.monotonic() + watch.poll_s, end)
-            while not watch.is_stopped() and (left := due - time.monotonic()) > 0:
-                time.sleep(min(left, LOOK_EVERY_S))
+            watch.stop.wait(min(watch.poll_s, end - time.monotonic()))
     finally:
         if watch.recorder is not None:
             _ask(watch.recorder.dump, source)
             _ask(watch.recorder.stop, source)
-    if watch.is_stopped():
+    if watch.stop.received:
         typer.echo("stopped: what is left is read, and reported", err=True)
 
 
@@ -350,7 +343,9 @@ def shadow(
         expert_bytes,
         read_placement(current, reading).placement if current else None,
     )
-    signals = StopSignals() if is_watching else None
+    watched = None
+    if is_watching:
+        watched = Watch(StopSignals(), poll, watch_seconds, recorder, record_every)
 
     def on_report(found: dict[str, Any]) -> None:
         if given.output is not None:
@@ -363,9 +358,7 @@ def shadow(
             source,
             Comparison(group, source.skips),
             Prices(window_seconds, kv_token_bytes),
-            watch=None
-            if signals is None
-            else Watch(poll, watch_seconds, recorder, record_every, lambda: bool(signals.received)),
+            watch=watched,
             advance=advance,
             on_report=on_report,
         )

@@ -18,10 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.attack import Attack, Outcome
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 80
 GROWTH_BYTES = 64 * 2**20
 NUM_FLIPS = 8
 IDS = np.arange(16_000, dtype=np.int64).reshape(1, 8000, 2) % 8
@@ -183,22 +181,9 @@ def write_hostile_files(folder: Path, seed: int) -> int:
     return len(list(folder.iterdir()))
 
 
-def hostile_traces(folder: Path) -> Outcome:
-    num_files = write_hostile_files(folder / "hostile", seed=1)
-    command = [sys.executable, "-c", PROBE, str(folder / "hostile"), str(GROWTH_BYTES)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    figures = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)
-    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
-    has_tried_all = figures.get("TRIED") == str(num_files)
-    grown_mb = int(figures.get("GROWN", 10**6))
-    figure = f"{num_files} files, {len(wrong)} not refused, grown by {grown_mb} MB"
-    if wrong or not has_tried_all:
-        figure += f": {' '.join(wrong)[:300] or done.stderr[-300:]}"
-    held = has_tried_all and not wrong and grown_mb * 2**20 <= GROWTH_BYTES
-    return Outcome(held, figure)
-
-
-CLAIM = "a hostile trace is refused in one line, in at most 64 MB"
-ATTACKS: list[Attack] = [Attack("hostile-traces", CLAIM, hostile_traces)]
+def reading_of(folder: Path) -> list[str]:
+    """Lines of the process that reads each file: wrong ones, KiB by which it has grown, number."""
+    command = [sys.executable, "-c", PROBE, str(folder), str(GROWTH_BYTES)]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()

@@ -1,1 +1,0 @@
-"""`eplb shadow`: the command, its loop, and the record endpoints of an engine."""
