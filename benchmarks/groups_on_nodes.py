@@ -58,7 +58,10 @@ def rows(model: ModelShape, mode: str, nodes: int, workload: str, seed: int) -> 
         topology,
         model,
         seed=seed,
-        load=windows_named(f"generated:{workload}:windows={WINDOWS}", seed, model),
+        # Plans for decode alone would leave groups free.
+        load=replace(
+            windows_named(f"generated:{workload}:windows={WINDOWS}", seed, model), phase="mixed"
+        ),
         plan_every=4,
         step_model=step,
         migration=MigrationCost(model, step.hardware),
