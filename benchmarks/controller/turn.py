@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.controller.loads import drifting
+from eplb.clock import Clock
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
@@ -49,14 +50,28 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Ranks:
     """What the ranks of a deployment would write to its store."""
 
-    def __init__(self, store: StateStore, topology: Topology, first: Placement) -> None:
-        self._store, self._topology, self._window = store, topology, 0
-        described = model_to_dict(MODEL), topology_to_dict(topology)
+    def __init__(
+        self,
+        store: StateStore,
+        topology: Topology,
+        first: Placement,
+        model: ModelShape = MODEL,
+        clock: Clock = time.time,
+    ) -> None:
+        self._store, self._topology, self._clock, self._window = store, topology, clock, 0
+        described = model_to_dict(model), topology_to_dict(topology)
         store.commit(first, expected=None, reason="start")
-        store.begin_run(RunInfo("run", time.time(), *described, WINDOW_STEPS))
+        store.begin_run(RunInfo("run", clock(), *described, WINDOW_STEPS))
         for rank in range(topology.num_ranks):
-            state = RankState("run", rank, time.time(), 0, 0, "idle", 0, 0, 0, weights_version=0)
-            store.report(state)
+            self.report(rank, 0)
+
+    def report(self, rank: int, generation: int) -> None:
+        """Report a rank that serves a generation at the step of the latest window."""
+        step = self._window * WINDOW_STEPS
+        state = RankState(
+            "run", rank, self._clock(), generation, step, "idle", 0, 0, 0, weights_version=0
+        )
+        self._store.report(state)
 
     def serve(self, tokens: NDArray[np.int64]) -> float:
         """Report a window [L, E], and commit what is open, as after a swap; its imbalance."""
@@ -77,7 +92,7 @@ class Ranks:
                     "run",
                     rank,
                     window,
-                    time.time(),
+                    self._clock(),
                     *ends,
                     held[:, here],
                     of_slot[:, here].astype(np.int64),

@@ -85,12 +85,11 @@ def cut(deployment: TwoHostDeployment, cause: str) -> Callable[[], None]:
 
 
 def settled(deployment: TwoHostDeployment, healed: float) -> bool:
-    """Whether the same ranks have stepped for a while, without a gap, since the cut was mended."""
+    """Whether all ranks have stepped for a while, without a gap, since the cut was mended."""
     now = time.monotonic()
     if now - healed < SETTLED_S or gaps(deployment.tokens(), now - SETTLED_S, now, GRACE_S):
         return False
-    counts = [serving_ranks(deployment, now - age) for age in (GRACE_S, SETTLED_S)]
-    return counts[0] == counts[1] and bool(counts[0])
+    return len(serving_ranks(deployment, now - GRACE_S)) == deployment.num_ranks
 
 
 def run(deployment: TwoHostDeployment, cause: str, cut_s: float, rng: random.Random) -> Any:
@@ -117,6 +116,7 @@ def run(deployment: TwoHostDeployment, cause: str, cut_s: float, rng: random.Ran
         "settled": is_settled,
         "outages": [[round(a - begun, 2), round(b - begun, 2)] for a, b in outages],
         "unserved_s": round(sum(b - a for a, b in outages), 2),
+        "all_s": round(ended - healed, 2) if is_settled else None,  # SETTLED_S of it at least
         "back_s": round(outages[-1][1] - healed, 2) if outages else 0.0,
         "during": sorted({one.rank for one in served if resumed <= one.time < healed}),
         "ranks": sorted(serving_ranks(deployment, ended - GRACE_S)),
