@@ -47,7 +47,7 @@ from rebalance.swap.swapper import StepFigures, Swapper, Voting
 from rebalance.swap.weight_update import WeightUpdate
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
-from rebalance.types import StepCounter
+from rebalance.types import SWITCHED_OFF, StepCounter
 from rebalance.weights.link.server import LinkServer
 from rebalance.weights.rank_link import GroupName, Served, serve_slots
 from runtime.counters import SlotCounter
@@ -499,9 +499,7 @@ class RankAgent:
         state = self.shared.state
         if state.plan is not None:
             if not control.movement:
-                self.shared.update(
-                    phases.want_abort, state.plan.plan_id, "movement is switched off"
-                )
+                self.shared.update(phases.want_abort, state.plan.plan_id, SWITCHED_OFF)
             elif not self._is_open(state.plan.plan_id, published):
                 self.shared.update(phases.want_abort, state.plan.plan_id, "the plan was withdrawn")
         elif self.voting.next_group and self._is_new(published):

@@ -9,6 +9,8 @@ from typing import Protocol
 Record = tuple[int, int]  # (layer, expert)
 Digest = tuple[int, int]  # the two sums of a record's bytes (runtime.memory.digest)
 IsWanted = Callable[[], bool]  # asked between slices of a wait for another process
+# The reason of an end that an operator ordered: it is compared, because it is no failure.
+SWITCHED_OFF = "movement is switched off"
 
 
 class CalledOff(Exception):

@@ -24,7 +24,7 @@ from eplb.core.model import named_ranks, spans
 from eplb.errors import counted
 from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
-from rebalance.controller.open_migration import SWITCHED_OFF
+from rebalance.types import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
 from telemetry.state.store import StateStore

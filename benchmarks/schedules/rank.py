@@ -64,7 +64,7 @@ class PlayedWatcher(Watcher):
         """Try to write the next thing down."""
         self._writing = self._writing or self._to_write.get_nowait()
         assert self._writing is not None, "nobody closes the watcher"
-        if self.is_written(self._writing):
+        if self.try_write(self._writing):
             self._writing = None
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class PlayedWatcher(Watcher):
         while self.has_writing:
             writing, self._writing = self._writing or self._to_write.get_nowait(), None
             assert writing is not None, "nobody else closes the watcher"
-            self.is_written(writing)
+            self.try_write(writing)
 
 
 class Sink:

@@ -217,7 +217,7 @@ class Rank(Process):
                 detail = {"report_every_s": LOOK_S}
                 self.state = RankState(*found, "idle", 0, 0, sequence, 0, detail=detail)
                 try:
-                    self.loss.is_restored(self._store.live(), self)  # type: ignore[arg-type]
+                    self.loss.restore_if_lost(self._store.live(), self)  # type: ignore[arg-type]
                     self._store.report(self.state)
                     if last_step == self.world.now:
                         sequence += self._store.append([self._sample(group.run, step, sequence)])

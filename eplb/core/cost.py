@@ -1,4 +1,4 @@
-"""The gate: decides from the figures of a plan whether it is worth its moves, and why.
+"""Prices of moves and gains, by which the gate decides (``eplb/decision/alternatives.py``).
 
 Costs and gains are in seconds of serving time. The cost of a move is the time of its bytes on the
 link. A gain saves the experts' part of a step times the removed imbalance, over the pay-back time.

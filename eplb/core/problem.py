@@ -83,7 +83,7 @@ class Budget:
     max_moves: Annotated[
         int | None,
         Setting(
-            "most experts that one plan moves, over all layers; 0: no limit",
+            "most experts that one plan moves, over all layers; 0 (None in Python): no limit",
             unit="experts",
             live=True,
         ),

@@ -47,13 +47,13 @@ from eplb.shares.traffic import crossing, with_local_shares
 
 ENOUGH = 4  # windows on which a plan is judged
 FEWEST = 3  # windows for cross-fitting
-FOLDS = 4
+FOLDS = 4  # runs into which unseen windows are divided
 GAP = 2  # windows on either side of a run that the search does not see, where enough remain
 PLANNED_AGAIN = 16  # layers, at most, for cross-fitting
 PRIOR_DOUBT = 0.5  # standard deviation of the record's estimate, relative to it
 CAUTION = 0.5  # standard deviations that are subtracted at first
-LOOKS = 16  # windows of one load after which one more is: each look may find gains by chance
-MOST_CAUTION = 3.0
+LOOKS = 16  # windows of one load for one deviation more: repeated looks find gains by chance
+MOST_CAUTION = 3.0  # standard deviations that are subtracted at most
 ROUNDING = 1e-9  # smaller gains do not count
 FEWEST_MOVED = 0.5  # part of the slots that a plan made afresh moves at least, about
 SAMPLED = 16  # fewest layers from which the gain of shares alone is estimated

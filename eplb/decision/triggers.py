@@ -35,8 +35,8 @@ from eplb.declared import Setting, check_fields
 from eplb.errors import UnfitSetting
 
 Trigger = Literal["membership", "drain", "first", "change", "interval", "imbalance", "load"]
-# What the event of a decision names: a trigger; an operator; either's way to an earlier placement.
-ACTS = (*get_args(Trigger), "request", "rollback")
+# What the event of a decision names: a trigger, or what an operator asked for.
+ACTS = (*get_args(Trigger), "request", "rollback", "approval")
 
 
 @dataclass(frozen=True)

@@ -144,14 +144,14 @@ def cut_off(reports: Sequence[SurvivorReport], by: int) -> frozenset[int]:
 
 
 def is_settled(reports: Sequence[SurvivorReport], by: int) -> bool:
-    """Whether all on the side of a rank take the same ranks for dead, or no dead rank reports.
+    """Whether all on the side of a rank take all on the other one for dead, and the same ranks.
 
-    While a network is being cut, each rank misses the others at another moment.
+    While a network is being cut, each rank misses the others at another moment. A rank whose links
+    are cut may have missed nobody yet when the others already take it for dead.
     """
-    reported = {report.rank for report in reports}
     beyond = cut_off(reports, by)
     views = {frozenset(report.dead) for report in reports if report.rank not in beyond}
-    return len(views) == 1 or not any(view & reported for view in views)
+    return not beyond or (len(views) == 1 and beyond <= views.pop())
 
 
 def _ended(alive: Sequence[SurvivorReport], written: WrittenEnd | None) -> tuple[int, int, int]:

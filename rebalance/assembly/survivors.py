@@ -174,6 +174,8 @@ def join_survivors(
                 check=check,
                 device=device,
             )
+            # All are warm: one that stops before its first pass is known by its silence too.
+            groups.votes.begin_beats()
             together(rank, groups, "formed")  # from here on nobody comes back to agree again
         except RankError as exc:
             if groups is not None:

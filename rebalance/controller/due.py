@@ -14,8 +14,8 @@ from eplb.core.load import LoadHistory, Phase
 from eplb.decision.triggers import Observed, TriggerRules, TriggerState, due
 from eplb.measure import imbalance
 from rebalance.controller.load import ServingGroup
-from rebalance.controller.open_migration import SWITCHED_OFF
 from rebalance.controller.plans.planning import Past
+from rebalance.types import SWITCHED_OFF
 from telemetry.load.folder import Window
 from telemetry.state.events import OUTCOME_OF_EVENT, Event, plan_end
 from telemetry.state.placements import CommittedPlacement

@@ -48,6 +48,7 @@ from rebalance.controller.plans.track_record import Judged
 from rebalance.controller.settings import ControllerSettings as ControllerSettings
 from rebalance.controller.settings import LiveReader
 from rebalance.controller.tasks import Tasks
+from rebalance.types import SWITCHED_OFF
 from telemetry.load.pruning import Keeper
 from telemetry.state.clock import StoreClock
 from telemetry.state.joining import ranks_of
@@ -280,7 +281,7 @@ class Controller:
         if control.observe or self._live.settings.stage == "observe":
             return "observe only"
         if not control.movement:
-            return "movement is switched off"
+            return SWITCHED_OFF
         if self._live.settings.stage == "layers" and self._planning.is_judging(serving):
             return f"the plan before it is judged first, on {ENOUGH} windows"
         return self._paused() or self._failures.held_back(self._live.settings.back_off_s)

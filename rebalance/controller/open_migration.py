@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from eplb.clock import Clock
 from eplb.migration.build import Migration
+from rebalance.types import SWITCHED_OFF
 from telemetry.state.events import Outcome
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 
-SWITCHED_OFF = "movement is switched off"
 NOT_FINISHED = "not finished in"  # begins the reason
 
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from rebalance.controller.load import ServingGroup
 from rebalance.controller.plans.planning import Planning, TaskRefused, cost_s_of
 from rebalance.controller.plans.publishing import Publisher, Why, to_carry_out
 from rebalance.controller.settings import LiveReader
+from rebalance.types import SWITCHED_OFF
 from telemetry.log_context import set_log_fields
 from telemetry.state.proposals import LASTS_S, Approval, ProposalEnded
 from telemetry.state.store import StateStore
@@ -207,7 +208,7 @@ class Tasks:
     def _refuse_if_held_back(self) -> None:
         control = self._store.control()
         if not control.movement:
-            why = "movement is switched off, expected it on for a rebalance"
+            why = f"{SWITCHED_OFF}, expected it on for a rebalance"
             raise TaskRefused(Refusal.MOVEMENT_OFF, why)
         if control.observe or self._live.settings.stage == "observe":
             why = "this deployment is observed only, expected observe off and a later stage"

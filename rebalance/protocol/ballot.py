@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NO_PLAN = 0
+from eplb.migration.recovery import NO_PLAN as NO_PLAN
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class GlooVotes:
         return _GlooVote(torch.tensor(ballot, dtype=torch.int64), self._group)
 
     def begin_beats(self) -> None:
-        """Send heartbeats, and watch those of others, from now on: this rank serves. Idempotent."""
+        """Send heartbeats, and watch those of others, now that this rank is warm. Idempotent."""
         self._liveness.begin_beats()
 
     def dead(self) -> frozenset[int]:

@@ -28,8 +28,8 @@ def neighbours(rank: int, live: Collection[int]) -> frozenset[int]:
 class Heartbeats:
     """What one rank knows of its neighbours' beats.
 
-    A rank is watched from its first beat on, and sends none before it serves. So one that still
-    loads or compiles is never silent, however long that takes.
+    A rank is watched from its first beat on, and sends none before it has served once. So one that
+    still loads or compiles is never silent, however long that takes.
 
     Args:
         rank: this one.

@@ -22,7 +22,7 @@ flip mode that makes a slot's life a circle, in which bytes are written only whe
       +------------------------- swap -------------------- READY <-- digest right -+
 
 Nothing here does I/O. Each function takes a state and what happened, and returns the next state;
-``rebalance/agent.py`` does what the state asks for.
+``rebalance/stage/mover.py`` and ``rebalance/swap/swapper.py`` do what the state asks for.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class StoreLoss:
         self._run = found
         self._newest = -1  # newest generation that the store has ever named
 
-    def is_restored(self, live: LiveState, agent: WatchedAgent) -> bool:
+    def restore_if_lost(self, live: LiveState, agent: WatchedAgent) -> bool:
         """Restore the store if it was lost; return whether the data just read from it is invalid.
 
         Args:
@@ -347,7 +347,7 @@ class Watcher:
         try:
             version = self._store.wait(version, patience_s)
             live, published = self._store.live(), self._store.published()
-            if self._loss is not None and self._loss.is_restored(live, self._agent):
+            if self._loss is not None and self._loss.restore_if_lost(live, self._agent):
                 return version, SOON_S  # what was read is of a store without its contents
             is_settled = self._agent.on_store_update(live.control, published)
             return version, POLL_S if is_settled else SOON_S
@@ -365,13 +365,13 @@ class Watcher:
         beat = self._watchdog.commit_writer
         while (writing := self._to_write.get()) is not None:
             beat.busy(writing.what)  # once: a store that refuses again and again is no progress
-            while not (is_written := self.is_written(writing)) and not self._closing.is_set():
+            while not (is_written := self.try_write(writing)) and not self._closing.is_set():
                 self._closing.wait(POLL_S)
             if not is_written:
                 log.error("%s cancelled: the rank is stopping", writing.what)
             beat.idle()
 
-    def is_written(self, writing: Writing) -> bool:
+    def try_write(self, writing: Writing) -> bool:
         """Try to write something down; False when it is to be tried again."""
         try:
             if self._defers(writing):

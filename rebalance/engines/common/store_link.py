@@ -53,6 +53,7 @@ from rebalance.engines.common.messages import (
     to_bytes,
 )
 from rebalance.engines.common.start import show_log
+from rebalance.types import SWITCHED_OFF
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
 from telemetry.load.spool import Spool
@@ -394,7 +395,7 @@ def why_kept(store: StateStore) -> str:
     """
     state = store.expire_live()  # beside a plug-in there may be no controller that does
     if not state.control.movement:
-        return "movement is switched off"
+        return SWITCHED_OFF
     if state.control.observe:
         return "the deployment is only observed"
     for name in ("cordons", "pins"):

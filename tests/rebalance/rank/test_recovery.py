@@ -178,19 +178,23 @@ def test_ranks_that_take_each_other_for_dead_are_not_in_one_group(
 
 
 @pytest.mark.parametrize(
-    ("views", "is_one"),
+    ("views", "by", "is_one"),
     [
-        ([(), (), (), ()], True),
-        ([(4,), (), (4,), ()], True),  # a dead rank, which not all have noticed
-        ([(2, 3), (2, 3), (0, 1), (0, 1)], True),
-        ([(2, 3), (3,), (0, 1), (0, 1)], False),
-        ([(3,), (), (), ()], False),
+        ([(), (), (), ()], 0, True),
+        ([(4,), (), (4,), ()], 0, True),  # a dead rank, which not all have noticed
+        ([(2, 3), (2, 3), (0, 1), (0, 1)], 0, True),
+        ([(2, 3), (3,), (0, 1), (0, 1)], 0, False),
+        ([(3,), (), (), ()], 0, False),
+        # Rank 2 was cut off. It must not exclude the ranks that noticed that before it did.
+        ([(2,), (), (), (2,)], 2, False),
+        ([(2,), (2,), (), (2,)], 0, True),
+        ([(2,), (2,), (), (2,)], 2, False),
     ],
 )
 def test_sides_of_a_cut_are_settled_once_each_knows_all_of_the_other(
-    views: list[tuple[int, ...]], is_one: bool
+    views: list[tuple[int, ...]], by: int, is_one: bool
 ) -> None:
-    assert is_settled(lost(*views), 0) is is_one
+    assert is_settled(lost(*views), by) is is_one
 
 
 # -- agents in one process

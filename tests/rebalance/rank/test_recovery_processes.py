@@ -40,14 +40,11 @@ from eplb.migration.recovery import Recovery
 from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.rank import wire_agent
-from rebalance.assembly.survivors import Stages, join_survivors
+from rebalance.assembly.survivors import Stages, join_survivors, together
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.parts import AgentSettings, Links
-from rebalance.recovery import (
-    Deadlines,
-    recover,
-)
+from rebalance.recovery import Deadlines, NewGroups, recover
 from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group import Rendezvous, reach
@@ -62,6 +59,7 @@ FORK = multiprocessing.get_context("fork")
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 3, 4, 4
 FAR_OFF = Deadlines(reports_s=NEVER_S, store_s=NEVER_S)
 MOST_NOTES = 60  # of two migrations, about
+SILENCE_S = 5.0  # of a rank in the survivors' group
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 RECORDS = records_of(SCHEMA, NUM_LAYERS, NUM_EXPERTS)
 TOPOLOGY = Topology.uniform(num_nodes=2, ranks_per_node=2, slots_per_rank=3)
@@ -127,6 +125,7 @@ class Ranks:
     banks: list[ExpertBank]
     dies_at: dict[int, int]  # notes until its death, by rank
     dies_agreed: int | None = None  # a rank that dies once it has agreed with the other survivors
+    stops_formed: int | None = None  # a rank that stops before its first pass in the new group
 
     def __enter__(self) -> Ranks:
         self.processes, self.pipes, self.rendezvous = [], [], Rendezvous()
@@ -160,7 +159,7 @@ class Ranks:
         finally:
             os._exit(0)
 
-    def _serve(self, rank: int, pipe: Connection) -> Survived:
+    def _serve(self, rank: int, pipe: Connection) -> Survived | str:
         timeout = timedelta(seconds=NEVER_S)
         rendezvous = reach(self.rendezvous.handle, NEVER_S)
         prefixed = PrefixStore(self.run, rendezvous)
@@ -183,13 +182,30 @@ class Ranks:
             if rank == self.dies_agreed:
                 recover(agent, store, deadlines=FAR_OFF)
                 os.kill(os.getpid(), signal.SIGKILL)
-            record, groups = join_survivors(agent, store, rank, Stages(), deadline_s=600.0)
+            record, groups = join_survivors(
+                agent, store, rank, Stages(), deadline_s=600.0, silence_s=SILENCE_S
+            )
+            if self.stops_formed is not None:
+                return self._stop_formed(rank, groups)
             groups.votes.close()
         agent.close()
         placement = agent.placement
         return Survived(
             record, (placement.generation, placement.hash), held_in(self.banks[rank], NUM_EXPERTS)
         )
+
+    def _stop_formed(self, rank: int, groups: NewGroups) -> str:
+        """Stop one rank, while the others wait for it before they serve; why they cease to."""
+        assert self.stops_formed is not None
+        pids = dict(together(rank, groups, os.getpid()))
+        if rank == self.stops_formed:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            together(rank, groups, "")
+        except RankError as exc:
+            os.kill(pids[self.stops_formed], signal.SIGKILL)
+            return str(exc)
+        return "every rank came"
 
     def _agent(self, rank: int, store: StateStore, votes: GlooVotes, tokens: Tokens) -> RankAgent:
         committed = store.committed()
@@ -343,6 +359,20 @@ def test_survivor_that_dies_before_the_group_is_formed_is_left_out(tmp_path: Pat
         assert record is not None
         assert (record.membership, record.survivors) == (2, (0, 3))
     assert found[0].placement == found[3].placement
+
+
+@pytest.mark.system
+def test_survivor_that_stops_before_its_first_pass_is_known_by_its_silence(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    banks = [ExpertBank(SCHEMA, NUM_LAYERS, 3, num_staging=2) for _ in range(NUM_RANKS)]
+    with closing(sqlite_store(path, "test")) as store:
+        store.commit(ONE, expected=None, reason="start")
+
+    found = serve(Ranks(path, "first", banks, {1: 20}, stops_formed=2))
+
+    assert (found[1], found[2]) == (None, None)
+    for rank in (0, 3):
+        assert found[rank] == f"rank {rank}: rank 2 died before all served on"
 
 
 @pytest.mark.slow
