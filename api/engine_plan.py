@@ -18,7 +18,6 @@ from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.core.zones import keeps_groups
 from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
@@ -142,7 +141,7 @@ def plan_for_engine(
         )
 
     made = planned(shape)
-    if shape is not None and keeps_groups(topology, shape.num_expert_groups, shape.num_experts):
+    if shape is not None and made.problem.groups_stay:
         free = planned(replace(shape, num_expert_groups=1))
         notes.append(
             f"the model's {shape.num_expert_groups} expert groups stay on nodes, so that a token "

@@ -3,7 +3,8 @@
 A redundant slot balances better and takes memory from the KV cache, so fewer sequences run at once;
 a larger group leaves each rank fewer slots and more memory, and is harder to balance. With
 attention ranks of their own, the expert ranks hold experts alone, and every token crosses the
-network. Each candidate is replayed with the live planner at the batch that its memory allows:
+network. Each candidate is replayed with the live planner at the batch that its memory allows, or at
+the largest one within a limit of latency:
 
     memory -> sequences of a rank -> rows of slots -> time of a step -> tokens a second, less moves
 
@@ -154,7 +155,7 @@ class Question:
     seed: int = 0
     attention_ranks: Sequence[int] = (0,)  # ranks beside the group; 0: its ranks do both
     dispatch: DispatchRule = DispatchRule.WEIGHTED
-    most_ms: float | None = None  # time of a token: the batch is chosen within it
+    most_ms: float | None = None  # limit of ``latency``: each candidate's largest batch within it
     speculation: Speculation = field(default_factory=Speculation)
 
     def __post_init__(self) -> None:
@@ -194,7 +195,11 @@ class Question:
         """Replays of the windows, if every candidate fits."""
         groups = len(self.ranks) * len(self.attention_ranks)
         # Nothing is planned in a replay of its own; then come the best one's intervals and batches.
-        return groups * (len(self.redundant) + (0 in self.redundant)) + len(self.intervals)
+        return groups * (len(self.redundant) + 1) + len(self.intervals)
+
+    def is_within(self, one: Candidate) -> bool:
+        """Whether a candidate keeps the limit of latency."""
+        return self.most_ms is None or one.latency_ms <= self.most_ms
 
     def latency(self, step_us: float, batch: int) -> float:
         """Milliseconds of a token of a sequence; in prefill, until a prompt has its first one."""
@@ -219,7 +224,7 @@ class Candidate:
     redundant: int  # slots of a rank
     interval: int  # windows; 0: nothing is planned
     sequences: int  # a batch of an attention rank, or its tokens in prefill; 0: weights do not fit
-    is_memory_bound: bool  # the KV cache limits the batch, not ``most_sequences``
+    limited_by: str  # what its batch cannot exceed
     kv_bytes: float
     imbalance: float
     step_us: float
@@ -316,6 +321,11 @@ class Recommendation:
         best = self.best
         nothing = [one for one in self.candidates if not one.interval and one.group == best.group]
         lines = [f"recommended: {best.name}: {best.tokens_per_s:.1f} tokens/s a rank"]
+        if not self.question.is_within(best):
+            lines[0] = (
+                f"no candidate keeps {self.question.most_ms:g} ms (--most-ms); the nearest is "
+                f"{best.name}: {best.latency_ms:.2f} ms, {best.tokens_per_s:.1f} tokens/s a rank"
+            )
         if nothing and best.interval:
             gain = best.tokens_per_s / nothing[0].tokens_per_s - 1
             lines[0] += f", {gain:+.1%} over no balancing{_error_of(best)}"
@@ -335,9 +345,8 @@ class Recommendation:
                 f"{best.lost_part:.2%} of the time"
             )
         lines.append(_parts_of(best))
-        limit = "the KV cache" if best.is_memory_bound else "the most that was asked for"
         lines.append(
-            f"batch: {best.sequences} {self.question.unit} a rank, limited by {limit}; "
+            f"batch: {best.sequences} {self.question.unit} a rank, limited by {best.limited_by}; "
             f"{best.kv_bytes / 1e9:.1f} GB are left for the KV cache"
         )
         lines.append(self._latency(best, nothing))
@@ -354,7 +363,12 @@ class Recommendation:
     def _latency(self, best: Candidate, nothing: Sequence[Candidate]) -> str:
         """TTFT or TPOT at the full batch."""
         question = self.question
-        without = f" ({nothing[0].latency_ms:.1f} ms without balancing)" if nothing else ""
+        without = (
+            f" ({nothing[0].latency_ms:.2f} ms without balancing, at a batch of "
+            f"{nothing[0].sequences})"
+            if nothing
+            else ""
+        )
         if question.is_prefill:
             what = f"TTFT of a prompt of {question.context} tokens, with no queue"
         else:
@@ -365,11 +379,11 @@ class Recommendation:
             if share is None
             else f"{share:.0%} of a step at even load (--attention-share)"
         )
-        text = f"{what}: {best.latency_ms:.1f} ms{without}"
+        text = f"{what}: {best.latency_ms:.2f} ms{without}"
         return f"{text}; stated and not measured: outside of MoE layers {outside}"
 
     def _batch_sentences(self) -> list[str]:
-        """From which batch on balancing pays, and which one keeps the time of a token."""
+        """From which batch on balancing pays."""
         if not self.batches:
             return []
         first = next(
@@ -377,30 +391,16 @@ class Recommendation:
             len(self.batches),
         )
         pays = self.batches[len(self.batches) - first :]  # and at every larger batch
-        last, unit, most_ms = self.batches[-1], self.question.unit, self.question.most_ms
-        text = f"balancing gains less than {WORTH_IT:.0%} at every batch up to {last.sequences}"
-        if pays:
-            text = (
-                f"balancing pays from a batch of {pays[0].sequences} {unit} a rank on "
-                f"({pays[0].tokens_per_expert:.4g} tokens an expert); at {last.sequences} it "
-                f"brings {last.gain:+.1%}, and no placement more than "
-                f"{last.most_gain:+.1%}"
-            )
-        if most_ms is None:
-            return [text]
-        within = [one for one in self.batches if one.planned_ms <= most_ms]
-        if not within:
-            least = self.batches[0]
+        last, unit = self.batches[-1], self.question.unit
+        if not pays:
             return [
-                text,
-                f"no batch keeps {most_ms:g} ms: one takes {least.planned_ms:.1f} ms",
+                f"balancing gains less than {WORTH_IT:.0%} at every batch up to {last.sequences}"
             ]
-        chosen = within[-1]
         return [
-            text,
-            f"within {most_ms:g} ms: {chosen.sequences} {unit} a rank, "
-            f"{chosen.planned_ms:.1f} ms and {chosen.planned_tokens_per_s:.1f} tokens/s a rank "
-            f"({chosen.none_ms:.1f} ms without balancing)",
+            f"balancing gains {WORTH_IT:.0%} or more at each batch of the table from "
+            f"{pays[0].sequences} {unit} a rank up ({pays[0].tokens_per_expert:.4g} tokens an "
+            f"expert); at {last.sequences} it gains {last.gain:+.1%}, and the bound of any "
+            f"placement is {last.most_gain:+.1%}"
         ]
 
     def _second(self, second: Candidate) -> str:
@@ -409,11 +409,13 @@ class Recommendation:
         if second.imbalance > self.best.imbalance + 0.001:
             reasons.append(f"imbalance {second.imbalance:.3f}")
         if second.sequences < self.best.sequences:
-            reasons.append(f"{second.sequences} {self.question.unit} fit")
+            reasons.append(f"a batch of {second.sequences} {self.question.unit}")
         if second.lost_part > self.best.lost_part:
             reasons.append(f"moves take {second.lost_part:.2%}")
         why = ", ".join(reasons) or "nearly the same"
-        text = f"runner-up: {second.name}: {loss:.1%} less ({why})"
+        if not self.question.is_within(second):
+            why = f"{second.latency_ms:.2f} ms, above the limit"
+        text = f"runner-up: {second.name}: {loss:.1%} fewer tokens/s ({why})"
         if self.best.error is not None and loss < self.best.error:
             text += "; cannot tell which is faster: they differ by less than the error of times"
         return text
@@ -436,12 +438,12 @@ def _parts_of(one: Candidate) -> str:
 def candidate_table(answer: Recommendation) -> TextTable:
     """All candidates; a terminal has room for the columns up to tokens a second."""
     unit = answer.question.unit[:3]
-    headings = ["group", "slots", "policy", "every", unit, "KV GB", "imbal", "step ms", "links"]
+    headings = ["group", "redund", "policy", "every", unit, "KV GB", "imbal", "step ms", "links"]
     headings += ["moves", "tok/s", "error", "dispatch ms", "experts ms", "combine ms", "rest ms"]
     rows = [
         (
             one.group_short,
-            str(one.slots_per_rank),
+            str(one.redundant),
             one.policy,
             str(one.interval or "-"),
             str(one.sequences),
@@ -456,7 +458,7 @@ def candidate_table(answer: Recommendation) -> TextTable:
         )
         for one in answer.candidates
     ]
-    title = "candidates: parts of a step that links take, tokens/s of a rank"
+    title = "candidates; redund: redundant slots of a rank; links: part of dispatch and combine"
     return TextTable(headings, rows, title)
 
 
@@ -492,8 +494,8 @@ def recommend(question: Question) -> Recommendation:
     for ranks, attention, redundant in product(
         question.ranks, question.attention_ranks, question.redundant
     ):
-        ways = [(name, middle) for name in question.policies]
-        ways += [] if redundant else [(NOTHING, 0)]
+        ways = [(name, middle) for name in question.policies if name != NOTHING]
+        ways += [(NOTHING, 0)] if redundant == min(question.redundant) else []
         for one in _candidates(question, _plain(question, ranks, attention, redundant), ways):
             (found if one.sequences else unfit).append(one)
     if not found:
@@ -501,19 +503,24 @@ def recommend(question: Question) -> Recommendation:
             f"no candidate fits {question.memory.hardware.memory_bytes / 1e9:.0f} GB a rank: "
             + ", ".join(f"{one.group} with {one.slots_per_rank} slots" for one in unfit)
         )
-    best = _sorted(found)[0]
+    best = _sorted(question, found)[0]
     others = [one for one in question.intervals if one != middle]
     if best.interval and others:
-        plain = replace(best, placement=None)
+        plain = _plain(question, best.ranks, best.attention_ranks, best.redundant)
         found += _candidates(question, plain, [(best.policy, one) for one in others])
     once = {(one.group, one.slots_per_rank): one for one in unfit}
-    ordered = tuple(_sorted(found))
+    ordered = tuple(_sorted(question, found))
     return Recommendation(question, ordered, tuple(once.values()), _batches(question, ordered[0]))
 
 
-def _sorted(found: Sequence[Candidate]) -> list[Candidate]:
-    """The most tokens first; of equals the fewest slots."""
-    return sorted(found, key=lambda one: (-one.tokens_per_s, one.slots_per_rank, one.interval))
+def _sorted(question: Question, found: Sequence[Candidate]) -> list[Candidate]:
+    """The most tokens first, of equals the fewest slots; those above the limit last, by latency."""
+
+    def order(one: Candidate) -> tuple[float, ...]:
+        above = 0.0 if question.is_within(one) else one.latency_ms
+        return above, -one.tokens_per_s, one.slots_per_rank, one.interval
+
+    return sorted(found, key=order)
 
 
 def _plain(question: Question, ranks: int, attention: int, redundant: int) -> Candidate:
@@ -535,7 +542,7 @@ def _plain(question: Question, ranks: int, attention: int, redundant: int) -> Ca
         redundant,
         0,
         min(fits, question.most_sequences),
-        fits < question.most_sequences,
+        "the KV cache" if fits < question.most_sequences else "the most that was asked for",
         kv_bytes,
         imbalance=0.0,
         step_us=0.0,
@@ -582,38 +589,117 @@ def _candidates(
     if not plain.sequences:
         return [plain]
     found = []
+    sizes = () if question.most_ms is None else _sizes(question, plain)
     for interval in dict.fromkeys(interval for _, interval in ways):
         names = [name for name, its in ways if its == interval]
-        for one in replay_all(_scenario(question, plain, interval), names):
-            if one.failed:
-                text = f"{plain.group}, {plain.slots_per_rank} slots a rank, {one.policy}"
-                raise ConfigError(f"{text}: {one.failed}")
-            judged = replace(plain, interval=interval, policy=one.policy)
-            found.append(_judged(question, judged, one))
+        for one in _replayed(question, plain, interval, names, sizes):
+            judged = _judged(question, replace(plain, interval=interval, policy=one.policy), one)
+            if not question.is_within(judged):
+                judged = _limited(question, judged, one, sizes)
+            found.append(judged)
     return found
 
 
-def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
-    """Powers of two up to the batch of a candidate, with and without balancing, and the bound."""
-    sizes = [2**power for power in range(best.sequences.bit_length())]
-    sizes = [one for one in sizes if one >= LEAST_PREFILL or not question.is_prefill]
-    sizes = sorted({*sizes, best.sequences})
-    by, model = question.speculation, question.memory.model
-    tokens = [float(size * best.batch_ranks * by.verified) for size in sizes]
-    scenario = replace(_scenario(question, best, best.interval), batches=tuple(tokens))
-    step = scenario.step_model
+def _replayed(
+    question: Question, at: Candidate, interval: int, names: Sequence[str], sizes: Sequence[int]
+) -> list[Replay]:
+    """Replays at a candidate's batch, which other batches of its plans are timed in."""
+    tokens = tuple(float(one * at.batch_ranks * question.speculation.verified) for one in sizes)
+    found = replay_all(replace(_scenario(question, at, interval), batches=tokens), names)
+    for one in found:
+        if one.failed:
+            text = f"{at.group}, {at.slots_per_rank} slots a rank, {one.policy}"
+            raise ConfigError(f"{text}: {one.failed}")
+    return found
+
+
+MOST_ROUNDS = 12  # replays of a candidate in search of its batch
+
+
+def _limited(
+    question: Question, full: Candidate, replayed: Replay, sizes: Sequence[int]
+) -> Candidate:
+    """A candidate at its largest batch within the limit, else at the batch of least latency.
+
+    Each batch is judged under plans of its own. Those of the full batch tell where to begin.
+    """
+    limit = question.most_ms
+    assert limit is not None, "asked where there is one"
+    ms = _batch_ms(question, full, sizes, replayed.batch_us[~replayed.idle])
+    known = dict(zip(sizes, ms, strict=True))  # milliseconds by batch, which replays correct
+    judged: dict[int, Candidate] = {full.sequences: full}
+    low = max((size for size in sizes if known[size] <= limit), default=0)
+    high = min(size for size in sizes if size > low)
+    guess = low or min(sizes, key=lambda size: known[size])
+    for _ in range(MOST_ROUNDS):
+        if low:
+            part = (limit - known[low]) / max(known[high] - known[low], 1e-9)
+            guess = min(max(low, int(low + (high - low) * part)), high - 1)
+            guess = (low + high) // 2 if guess in judged and high - low > 1 else guess
+        if guess in judged:
+            break
+        at = replace(full, sequences=guess, limited_by="the limit of latency (--most-ms)")
+        (one,) = _replayed(question, at, full.interval, [full.policy], (guess + 1,))
+        found = judged[guess] = _judged(question, at, one)
+        known[guess] = found.latency_ms
+        (known[guess + 1],) = _batch_ms(question, at, (guess + 1,), one.batch_us[~one.idle])
+        if not question.is_within(found):
+            high = guess
+            low = max((size for size in known if size < guess and known[size] <= limit), default=0)
+            if not low:
+                break
+        elif known[guess + 1] > limit:
+            break
+        else:
+            low = guess + (guess + 1 < high)
+    within = [one for one in judged.values() if question.is_within(one)]
+    if within:
+        return max(within, key=lambda one: one.sequences)
+    return min(judged.values(), key=lambda one: one.latency_ms)
+
+
+def _batch_ms(
+    question: Question, at: Candidate, sizes: Sequence[int], us: FloatArray
+) -> list[float]:
+    """``Question.latency`` of batches, whose steps were timed for each window."""
+    steps_us = _batch_steps_us(question, at, sizes, us)
+    return [question.latency(one, size) for one, size in zip(steps_us, sizes, strict=True)]
+
+
+def _batch_steps_us(
+    question: Question, at: Candidate, sizes: Sequence[int], us: FloatArray
+) -> list[float]:
+    """Mean steps of batches: what is outside of MoE layers has a time of its own at each."""
+    step, by = _scenario(question, at, at.interval).step_model, question.speculation
     assert step is not None, "made with one"
+    layers = question.memory.model.num_layers
+    outside = [
+        question.outside_us(step, float(size * at.batch_ranks * by.verified)) - step.other_us
+        for size in sizes
+    ]
+    found: list[float] = by.step_us(us.mean(axis=0) + np.array(outside) * layers, layers).tolist()
+    return found
+
+
+def _sizes(question: Question, one: Candidate) -> tuple[int, ...]:
+    """Powers of two up to a candidate's batch, and that batch."""
+    powers = [2**power for power in range(one.sequences.bit_length())]
+    least = LEAST_PREFILL if question.is_prefill else 1
+    return tuple(sorted({*(one for one in powers if one >= least), one.sequences}))
+
+
+def _batches(question: Question, best: Candidate) -> tuple[Batch, ...]:
+    """Batches up to that of a candidate, with and without balancing, and the bound."""
+    sizes, by, model = _sizes(question, best), question.speculation, question.memory.model
+    tokens = [float(size * best.batch_ranks * by.verified) for size in sizes]
     names = list(dict.fromkeys((NOTHING, best.policy)))
-    found = {one.policy: one for one in replay_all(scenario, names)}
+    replays = _replayed(question, best, best.interval, names, sizes)
+    found = {one.policy: one for one in replays}
     none, planned = found[NOTHING], found[best.policy]
     if not none.tokens.any():
         return ()
-    # What is outside of MoE layers has a time of its own at each batch.
-    outside = [question.outside_us(step, one) - step.other_us for one in tokens]
     steps_us = [
-        by.step_us(
-            us[~none.idle].mean(axis=0) + np.array(outside) * model.num_layers, model.num_layers
-        )
+        _batch_steps_us(question, best, sizes, us[~none.idle])
         for us in (none.batch_us, planned.batch_us, planned.bound_us)
     ]
     kept = (1.0, 1.0 - best.lost_part, 1.0)

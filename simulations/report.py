@@ -164,7 +164,7 @@ def _against(name: str, one: dict[str, Any], base_name: str, base: dict[str, Any
             f" ({one['lost_s']:.1f} s)"
         )
     if one["oracle"]:
-        text += "; an oracle, no planner gets there"
+        text += "; an oracle: it sees the window that it serves"
     if one["failed"]:
         text += f"; ended early: {one['failed']}"
     return text

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError
-from simulations.windows import Tokens, WindowSeries
+from simulations.windows import RecordedDeployment, Tokens, WindowSeries
 
 DAY_S = 86_400.0
 DRIFT_S = 600.0  # ``drift`` is what the mix walks in so long
@@ -157,6 +157,7 @@ def traffic_windows(traffic: Traffic, seed: int) -> WindowSeries:
         traffic.windows,
         traffic.steps,
         "decode" if traffic.decode else "prefill",
+        deployment=RecordedDeployment(window_s=traffic.window_s),
     )
 
 

@@ -78,7 +78,7 @@ RULES = {
         "numpy torch sglang",
     ),
     # The controller runs where there is no torch and no expert.
-    "rebalance/controller": rule("eplb telemetry", "numpy"),
+    "rebalance/controller": rule("eplb telemetry rebalance.types", "numpy"),
     "simulations": rule("eplb telemetry", "numpy scipy plotly pyarrow rich ray"),
     "api": rule(
         "eplb telemetry runtime rebalance simulations",

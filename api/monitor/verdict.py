@@ -107,7 +107,8 @@ def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
         yield f"{counted(state.open_proposals, 'proposal', 'wait')} for a decision"
     ranks = state.membership
     if ranks is not None and (change := ranks.operation) is not None and not change.ended:
-        yield f"operation {change.id} on the ranks, {ranks.phase}: {ranks.waits}"
+        end = "" if ranks.left_s is None else f", fails in {ranks.left_s:.0f} s"
+        yield f"operation {change.id} on the ranks{end}, {ranks.phase}: {ranks.waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
         if views := [view for view in state.ranks if view.cordon is cordon]:
             yield f"{name} by order: {named_ranks(_numbers(views))}"

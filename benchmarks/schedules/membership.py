@@ -375,7 +375,7 @@ class MembershipClaims(Claims):
 class MembershipSchedule(Schedule):
     """One seed's schedule."""
 
-    num_ranks, lags = NUM_RANKS, (0,)
+    num_ranks, lags, kind = NUM_RANKS, (0,), "--membership "
     make_store, make_member, make_transport = WaitingStore, Voting, Sources
     in_fibers: tuple[Life, ...] = (Life.RECOVERING,)
     control: MembershipControl

@@ -315,7 +315,7 @@ class PlannedControl(MembershipControl):
 class PlannedSchedule(MembershipSchedule):
     """One seed's schedule."""
 
-    in_fibers = (Life.RECOVERING, Life.JOINING)
+    in_fibers, kind = (Life.RECOVERING, Life.JOINING), "--planned "
     control: PlannedControl
 
     def __init__(self, seed: int) -> None:

@@ -19,6 +19,7 @@ class Found:
     violation: str = ""
     cause: Exception | None = None
     trace: list[tuple[str, int]] = field(default_factory=list)
+    kind: str = ""  # the flag of its kind of schedules, with a space
 
     def story(self, seed: int) -> str:
         """Turn by turn."""
@@ -26,14 +27,14 @@ class Found:
             f"{number:>5} {what}" + (f" of rank {rank}" if rank >= 0 else "")
             for number, (what, rank) in enumerate(self.trace)
         ]
-        again = f"python -m benchmarks.schedules --first {seed} --count 1 --trace"
+        again = f"python -m benchmarks.schedules {self.kind}--first {seed} --count 1 --trace"
         return "\n".join([*lines, f"seed {seed}: {self.violation or 'holds'}", f"again: {again}"])
 
 
 def run_one(seed: int, *, make: Callable[[int], Schedule] = Schedule) -> Found:
     """Run one seed's schedule."""
     schedule = make(seed)
-    found = Found(schedule.counts, trace=schedule.trace)
+    found = Found(schedule.counts, trace=schedule.trace, kind=schedule.kind)
     found.counts["schedules"] += 1
     try:
         schedule.run()

@@ -57,7 +57,7 @@ class Hang(Violation):
 class Schedule:
     """One seed's schedule."""
 
-    num_ranks, lags = NUM_RANKS, (0, 0, 1, 2, 4)
+    num_ranks, lags, kind = NUM_RANKS, (0, 0, 1, 2, 4), ""
     make_store, make_member, make_transport = Store, Member, Transport
 
     def __init__(self, seed: int) -> None:

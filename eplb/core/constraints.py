@@ -39,7 +39,8 @@ class Constraints:
     min_domains: Mapping[Which, int] = field(default_factory=dict)  # fewest failure domains
     hottest_in_two_domains: int = 0  # number of hottest experts of each layer in two domains
     pinned: Mapping[Which, Collection[int]] = field(default_factory=dict)  # ranks that must hold it
-    keep_groups: bool | None = None  # each on one node; None: when they divide by nodes and fit
+    # Each on one node; None: when they divide by nodes and fit, and the load is not decode alone.
+    keep_groups: bool | None = None
     joining: frozenset[int] = frozenset()  # ranks that are not ready
     slots: ArrayLike | None = None  # [L, R] slots that may be used; default: all
 

@@ -232,8 +232,12 @@ class Problem:
 
     @property
     def num_groups(self) -> int:
-        """The model's expert groups; 1 without groups, without a model, or if they are not kept."""
-        if self.model is None or self.constraints.keep_groups is False:
+        """The model's expert groups; 1 without groups, without a model, or if they are not kept.
+
+        In decode each copy of a token crosses the network alone, so kept groups save nothing.
+        """
+        keep = self.constraints.keep_groups
+        if self.model is None or keep is False or (keep is None and self.history.phase == "decode"):
             return 1
         return self.model.num_expert_groups
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -332,6 +332,7 @@ def _scenario(load: Load, task: SweepTask) -> Scenario:
             is_overlapped=settings.is_overlapped,
         )
         price = MigrationCost(step_model.model, step_model.hardware)
+        windows = replace(windows, phase="prefill" if settings.is_prefill else "decode")
     return Scenario(
         topology,
         fitted,

@@ -237,6 +237,24 @@ def test_bad_questions_are_one_sentence_and_exit_code_2(
     assert len(ran.stderr.strip().splitlines()) == 1
 
 
+def test_page_that_cannot_be_written_is_refused_before_the_replay(tmp_path: Path) -> None:
+    for name in ("simulate", "recommend"):
+        ran = command(name, "generated:mixed", "--html", str(tmp_path / "none" / "page.html"))
+
+        assert ran.exit_code == 2
+        assert "page.html cannot be written, expected a file in a folder" in ran.stderr
+
+
+def test_times_of_a_load_without_steps_are_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "load.npz"
+    np.savez(trace, load=np.ones((4, 32, 8), dtype=np.int64))
+
+    ran = command("simulate", str(trace), "--model", "mixtral-8x7b", "--hardware", "h100")
+
+    assert ran.exit_code == 2
+    assert "expected --steps" in ran.stderr
+
+
 def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "zeros.npz"
     np.savez(trace, load=np.zeros((4, 2, 16), dtype=np.int64))
@@ -277,3 +295,43 @@ def test_attention_takes_its_stated_share_of_a_step_at_even_load() -> None:
     (bare,) = recommend(question(hot=1, redundant=(0,))).batches[-1:]
 
     assert bare.perfect_ms / last.perfect_ms == pytest.approx(0.75, rel=1e-3)
+
+
+def test_each_candidate_has_its_largest_batch_within_the_limit_of_latency() -> None:
+    free = recommend(question(hot=9))
+    limit = free.candidates[-1].latency_ms * 0.7
+
+    answer = recommend(question(hot=9, most_ms=limit))
+
+    for one in answer.candidates:
+        assert one.latency_ms <= limit
+        if one.limited_by != "the KV cache":
+            more = question(
+                hot=9, redundant=(one.redundant,), policies=(one.policy,),
+                most_sequences=one.sequences + 1,
+            )  # fmt: skip
+            (larger,) = [
+                found for found in recommend(more).candidates if found.interval == one.interval
+            ]
+            assert larger.latency_ms > limit
+    assert any("--most-ms" in one.limited_by for one in answer.candidates)
+    assert all(batch.planned_ms <= limit for batch in answer.batches)
+    rates = [one.tokens_per_s for one in answer.candidates]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_limit_that_no_batch_keeps_is_told_with_the_nearest_candidate() -> None:
+    answer = recommend(question(hot=9, most_ms=1e-3))
+
+    assert answer.best.latency_ms == min(one.latency_ms for one in answer.candidates)
+    assert answer.best.sequences == 1
+    assert answer.sentences()[0].startswith("no candidate keeps 0.001 ms (--most-ms); the nearest")
+
+
+def test_policies_are_compared_as_asked_for() -> None:
+    answer = recommend(question(hot=9, policies=("auto", "greedy"), redundant=(0,)))
+
+    assert {one.policy for one in answer.candidates} == {"auto", "greedy", "none"}
+    redundant = recommend(question(hot=9, redundant=(1,), policies=("greedy",)))
+    assert {one.policy for one in redundant.candidates} == {"greedy", "none"}
+    assert all(one.policy in one.name for one in answer.candidates if one.interval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
-from simulations.pages.document import ReportPage
+from simulations.pages.document import ReportPage, graph_objects
 from simulations.step_time import HARDWARE
 from simulations.windows import Tokens, WindowSeries
 from telemetry.formats.bounded import file_digest
@@ -109,6 +110,19 @@ class PlotOptions:
     """Where a command writes its plots."""
 
     html: Annotated[Path | None, typer.Option("--html", help="Write a page of plots.")] = None
+
+    def check(self) -> None:
+        """Refuse a page that could not be written, before a long run.
+
+        Raises:
+            ConfigError: a library is not installed, or the file is in no folder.
+        """
+        if self.html is not None:
+            graph_objects()
+            if self.html.is_dir() or not os.access(self.html.parent, os.W_OK):
+                raise ConfigError(
+                    f"--html {self.html} cannot be written, expected a file in a folder"
+                )
 
     def write(self, page: Callable[[], ReportPage]) -> None:
         """Write the page if it is asked for.

@@ -117,12 +117,14 @@ def recommend_command(
     of the load, an h200, 32 ranks, 8 of them on a node, 60 s of serving in a window.
     """
     report.check()
+    plots.check()
     rule, prefill = chosen_by.rule(), timed.prefill
     speculation = Speculation(drafts, acceptance)
     card = hardware_named(timed.hardware or HARDWARE)
     load = windows_of(
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, timed.shape()
     )
+    load = replace(load, phase="prefill" if prefill else "decode")
     shape, which = model_named(timed.model, load)
     shape = timed.at_precision(shape)
     model_of(shape, load, trace)
@@ -180,6 +182,8 @@ def recommend_command(
     inputs: dict[str, object] = {
         "command": command_line(),
         "load": Path(trace).name,
+        "model": which,
+        "hardware": card.name,
         "expert times": source,
         "assumed": "; ".join(assumed) or "nothing",
     }
@@ -207,6 +211,12 @@ def recommend_command(
 
     sentences = [*answer.sentences(), *written, *stated]
     found = {
+        "command": command_line(),
+        "model": which,
+        "hardware": card.name,
+        "most_ms": most_ms,
+        "recommended": best.as_json() if question.is_within(best) else None,
+        "runner_up": answer.candidates[1].as_json() if len(answer.candidates) > 1 else None,
         "assumed": assumed,
         "expert_times": source,
         "candidates": [one.as_json() for one in answer.candidates],

@@ -27,6 +27,7 @@ from api.cli.simulator.options import (
 from api.terminal.printable import print_plain
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
+from eplb.errors import ConfigError
 from simulations.failures import failures_of
 from simulations.inputs import model_of, step_model_of, topology_of, windows_of
 from simulations.migration_cost import MigrationCost
@@ -34,6 +35,7 @@ from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, chosen_of, replay_all
 from simulations.report import comparison_table, conclusions, limit_of, summary
+from simulations.workloads import PREFIX
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
@@ -119,6 +121,7 @@ def simulate(
 ) -> None:
     """Plan on past windows, judge on the next one, and count what moved and what it took."""
     report.check()
+    plots.check()
     register_peers()
     rule = chosen_by.rule()
     limits = [limit_of(text) for text in fail_if or ()]
@@ -140,6 +143,11 @@ def simulate(
     fitted = model_of(shape or at.model, load, trace)
     step_model = price = None
     if timed.hardware is not None or expert_times is not None:
+        if steps is None and load.steps == 1 and not trace.startswith(PREFIX):
+            raise ConfigError(
+                f"{trace} does not tell the forward passes of a window, which times of steps need: "
+                "expected --steps (1: each window is one step)"
+            )
         step_model = step_model_of(
             fitted,
             topology,
@@ -151,6 +159,7 @@ def simulate(
             is_overlapped=overlap,
             port_ranks=port_ranks,
         )
+        load = replace(load, phase="prefill" if timed.prefill else "decode")
         price = MigrationCost(step_model.model, step_model.hardware)
     with replayed(load, is_shown=not report.json_output) as windows:
         scenario = Scenario(

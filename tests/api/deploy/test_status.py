@@ -135,6 +135,19 @@ def test_first_lines_say_who_paused_what_waits_and_why_nothing_moved(
     assert re.fullmatch(r"KEEP at .*Z: the gain is less than the cost", plan)
 
 
+def test_open_operation_on_ranks_is_shown_with_the_time_until_it_fails(
+    tmp_path: Path, store: StateStore
+) -> None:
+    asked = {"asked": {"to": 1}, "members": (0, 1), "reason": "night", "by": "ops"}
+    store.change_membership("down", (0,), within_s=NEVER_S, **asked)
+
+    line = run(tmp_path)[1]
+
+    shown = re.search(r"; operation down on the ranks, fails in (\d+) s, draining: ", line)
+    assert shown is not None, line
+    assert 0 < int(shown[1]) <= NEVER_S
+
+
 def test_json_has_what_the_text_has(tmp_path: Path, store: StateStore) -> None:
     store.publish(build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id()))
     store.set_control(Control(movement=False), reason="an operator")

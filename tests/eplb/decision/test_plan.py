@@ -18,8 +18,9 @@ from eplb import (
     Topology,
     plan,
 )
+from eplb.core.constraints import Constraints
 from eplb.core.dispatch import DispatchRule
-from eplb.core.load import LoadHistory, as_history
+from eplb.core.load import LoadHistory, Phase, as_history
 from eplb.core.placement import EMPTY, check_fits
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
@@ -215,6 +216,20 @@ def test_expert_lost_with_its_rank_is_placed_again() -> None:
 
     assert found.target.replica_count.tolist() == [[1, 1, 1, 1]]
     assert found.num_moves == 1
+
+
+def test_groups_stay_on_nodes_in_prefill_and_not_in_decode_unless_asked_for() -> None:
+    model = ModelShape((0,), 64, top_k=4, hidden=4, intermediate=2, num_expert_groups=8)
+    topology = Topology.uniform(num_nodes=4, ranks_per_node=2, slots_per_rank=9)
+    tokens = lognormal(1, 64, seed=3)[None]
+
+    def kept(phase: Phase, asked: bool | None = None) -> bool:
+        constraints = Constraints(keep_groups=asked)
+        history = LoadHistory(tokens, phase=phase)
+        return Problem(history, topology, model, constraints=constraints).groups_stay
+
+    assert (kept("prefill"), kept("mixed"), kept("decode")) == (True, True, False)
+    assert (kept("decode", True), kept("prefill", False)) == (True, False)
 
 
 @pytest.mark.parametrize(
