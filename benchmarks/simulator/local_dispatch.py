@@ -50,6 +50,3 @@ class LocalDispatcher:
         place, weights = received.ticket
         pairs = results[place].view(*weights.shape, results.shape[1])
         return torch.bmm(weights.to(results.dtype)[:, None, :], pairs).squeeze(1)
-
-    def close(self) -> None:
-        """Release nothing: this transport holds nothing."""

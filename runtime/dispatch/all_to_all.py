@@ -67,9 +67,6 @@ class Dispatcher(Protocol):
             BrokenGroup: a peer died or missed the group's deadline.
         """
 
-    def close(self) -> None:
-        """Release what the transport holds: on all ranks alike, and once."""
-
 
 @dataclass(frozen=True)
 class Pending:

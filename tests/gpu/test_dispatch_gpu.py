@@ -79,7 +79,7 @@ class OfPhase:
     def __init__(self, both: DeepEPByPhase, phase: Phase) -> None:
         both.begin_pass(phase)
         self.dispatch, self.combine = both.dispatch, both.combine
-        self.begin_combine, self.close = both.begin_combine, both.close
+        self.begin_combine = both.begin_combine
 
 
 def run_alternating(rank: int, num_ranks: int, use_fp8: bool) -> list[str]:
