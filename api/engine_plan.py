@@ -21,11 +21,11 @@ from eplb.core.topology import Topology
 from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
-from eplb.errors import ConfigError, HistoryError, counted
+from eplb.errors import ConfigError, counted
 from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
-from simulations.inputs import model_of
+from simulations.inputs import busy_windows, model_of
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.engines.sglang import MAP
 from telemetry.formats.table import (
@@ -119,9 +119,8 @@ def plan_for_engine(
         ConfigError: ranks, nodes, slots and model that do not fit the load.
         HistoryError: the load has no tokens.
     """
-    history, notes = load.history, list(load.notes)
-    if not history.tokens.any():
-        raise HistoryError(f"{source}: no layer has tokens, expected load")
+    history, idle_notes = busy_windows(load.history, source, load.layers.ids)
+    load, notes = replace(load, history=history), [*load.notes, *idle_notes]
     topology, dispatch = group.topology(history.num_experts), rule or RULES[target]
     shape = _shape(load, model_of(model, history, source), expert_bytes)
     current, said = _serving(serving, load, topology)

@@ -137,6 +137,28 @@ def test_plan_states_what_groups_on_nodes_cost_in_balance(dump: Path, tmp_path: 
     assert "groups" not in notes(1)
 
 
+def test_windows_without_tokens_are_left_out_and_noted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    busy = rng.poisson([2000, 100, 100, 100, 100, 100, 100, 100], (6, 3, 8))
+    busy[:, 1] = 0
+    with_idle = np.concatenate((busy, np.zeros((2, 3, 8), dtype=np.int64)))
+    np.savez(tmp_path / "busy.npz", load=busy)
+    np.savez(tmp_path / "idle.npz", load=with_idle)
+    note = "note: 2 of 8 windows have no tokens and are left out"
+
+    def planned(name: str) -> str:
+        words = ("--target", "eplb", "-o", tmp_path / "o.json")
+        return eplb("plan", tmp_path / name, *GROUP, *words).output
+
+    assert figures(planned("idle.npz"), "before") == figures(planned("busy.npz"), "before")
+    assert note in planned("idle.npz")
+    assert "left out" not in planned("busy.npz")
+    assert "note: layers 1 have no tokens in any window" in planned("busy.npz")
+    simulated = eplb("simulate", tmp_path / "idle.npz", "--ranks", 4, "--policy", "contiguous")
+    assert note in simulated.output
+    assert "note: layers 1 have no tokens in any window" in simulated.output
+
+
 def test_convert_carries_a_placement_between_engines(dump: Path, tmp_path: Path) -> None:
     names = {"sglang": "a.json", "trtllm": "b.yaml", "vllm": "c.json", "ascend": "d.json"}
     eplb("plan", dump, *GROUP, "--target", "eplb", "-o", tmp_path / "own.json")
@@ -190,7 +212,10 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
             ("plan", "DUMP", *GROUP, "--target", "vllm", "--policy", "x", "-o", "o"),
             "unknown policy",
         ),
-        (("plan", "none.csv", *GROUP, "--target", "vllm", "-o", "o"), "no layer has tokens"),
+        (
+            ("plan", "none.csv", *GROUP, "--target", "vllm", "-o", "o"),
+            "all counts of its 1 window are 0",
+        ),
         (("convert", "DUMP", "--to", "vllm", "-o", "o"), "use eplb plan"),
         (("convert", "DUMP", "--to", "x", "-o", "o"), "load is not written as 'x'"),
         (("validate", "DUMP", "--target", "vllm"), "holds load without a map"),
