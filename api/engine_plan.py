@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from api.sglang_start import start_map, start_shares
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule, effective_shares
-from eplb.core.model import ModelShape
+from eplb.core.model import ModelShape, spans
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.decision.alternatives import ROUNDING
@@ -283,18 +283,31 @@ def _for_start(made: Plan, file: PlacementFile, options: WriteOptions) -> Placem
 def _serving(
     file: PlacementFile | None, load: LoadFile, topology: Topology
 ) -> tuple[Placement | None, tuple[str, ...]]:
-    """The serving placement, where it has these layers and slots, and what is said about it."""
+    """The serving placement of the load's layers, if its slots fit, and notes about it."""
     if file is None:
         return None, ("no placement that serves is known: the plan is for a start of the engine",)
-    found, history = file.placement, load.history
-    has_layers = file.layers.ids == load.layers.ids and file.layers.axis == load.layers.axis
-    slots = (topology.num_slots, history.num_experts)
-    if has_layers and (found.num_slots, found.num_experts) == slots:
-        return found.with_generation(max(found.generation, 0)), ()
-    return None, (
-        f"the placement that serves has {found.num_layers} layers x {found.num_slots} slots for "
-        f"{found.num_experts} experts, and is not one of these layers and slots: planned fresh",
+    found, notes = file.placement, tuple[str, ...]()
+    slots, planned = (
+        (found.num_slots, found.num_experts),
+        (topology.num_slots, load.history.num_experts),
     )
+    if slots != planned:
+        return None, (
+            f"the placement that serves has {slots[0]} slots for {slots[1]} experts, the plan "
+            f"{planned[0]} for {planned[1]}: planned fresh",
+        )
+    old, new = file.layers, load.layers
+    if old.axis != "ordinal" and new.axis == "model" and set(new.ids) <= set(old.ids):
+        found = found.of_layers(np.searchsorted(old.ids, new.ids))
+    elif (old.ids, old.axis) != (new.ids, new.axis):
+        said = (
+            f"the placement that serves has layers {spans(old.ids)} ({old.axis}), the load "
+            f"{spans(new.ids)} ({new.axis})"
+        )
+        if "ordinal" not in (old.axis, new.axis) or len(old.ids) != len(new.ids):
+            return None, (f"{said}: planned fresh",)
+        notes = (f"{said}: taken for the same layers in order",)
+    return found.with_generation(max(found.generation, 0)), notes
 
 
 def _shape(load: LoadFile, model: ModelShape | None, expert_bytes: int | None) -> ModelShape | None:

@@ -120,6 +120,38 @@ def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path:
     )
 
 
+@pytest.mark.parametrize("target", ["sglang", "ascend", "eplb"])
+def test_plan_from_the_file_that_it_wrote_keeps_it(dump: Path, tmp_path: Path, target: str) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    eplb("plan", dump, *GROUP, "--target", target, "-o", first)
+    again = eplb("plan", dump, *GROUP, "--target", target, "--current", first, "-o", second)
+
+    assert "decision: KEEP" in again.output
+    assert "cost: no expert moves" in again.output
+    in_order = "has layers 0, 1 (ordinal), the load 1, 2 (model): taken for the same layers"
+    assert (in_order in again.output) == (target == "ascend")
+
+
+@pytest.mark.parametrize(
+    ("held", "layers", "why"),
+    [
+        (np.arange(16)[None] % 8, (1,), "has 16 slots for 8 experts, the plan 12 for 8"),
+        (np.arange(12)[None] % 8, (1,), "has layers 1 (model), the load 1, 2 (model)"),
+        (np.tile(np.arange(12) % 8, (2, 1)), (2, 3), "has layers 2, 3 (model), the load 1, 2"),
+    ],
+)
+def test_plan_states_why_the_serving_placement_does_not_fit(
+    dump: Path, tmp_path: Path, held: np.ndarray, layers: tuple[int, ...], why: str
+) -> None:
+    serving = PlacementFile(Placement(held, 8), Layers(layers, "model"))
+    write_placement(serving, "eplb", tmp_path / "serving.json", WriteOptions(4))
+    words = ("--target", "eplb", "--current", tmp_path / "serving.json", "-o", tmp_path / "o.json")
+
+    said = eplb("plan", dump, *GROUP, *words).output
+    assert why in said
+    assert said.count(": planned fresh") == 1
+
+
 def test_plan_states_what_groups_on_nodes_cost_in_balance(dump: Path, tmp_path: Path) -> None:
     load = read_load(str(dump), ReadOptions(layer_ids=(1, 2)))
     model = ModelShape((1, 2), 8, 2, 1, 1, num_expert_groups=2, expert_bytes=1)
