@@ -222,6 +222,28 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "last"),
+    [
+        ("eplb", "eplb accepts it"),
+        ("vllm", "a build of vllm with this format accepts it"),
+    ],
+)
+def test_validate_names_the_builds_that_accept_the_format(
+    dump: Path, tmp_path: Path, target: str, last: str
+) -> None:
+    out = tmp_path / "out.json"
+    planned = eplb("plan", dump, *GROUP, "--target", target, "-o", out)
+
+    done = eplb("validate", out, "--target", target, *GROUP, "--layer-ids", "1,2")
+
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == last
+    unread = "vLLM 0.33.0 reads no mapping; the format is that of its PR 41141"
+    assert (f"\nwarning experimental: {unread}\n" in done.output) == (target == "vllm")
+    assert (f"\nnote: {unread}\n" in planned.output) == (target == "vllm")
+
+
+@pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (("plan", "none.pt", *GROUP, "--target", "vllm", "-o", "o"), "none.pt does not exist"),
