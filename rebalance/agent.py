@@ -55,6 +55,7 @@ from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import (
     EXPERT_TIMES,
+    PROGRESS_THREAD,
     REPORT_EVERY_S,
     STEP_TIMES,
     RankState,
@@ -564,6 +565,7 @@ class RankAgent:
                 "scrubbed": dict(scrubber.counts),
                 "sweeps": scrubber.num_sweeps,
                 REPORT_EVERY_S: self.report_every_s,
+                PROGRESS_THREAD: oldest.thread,
             }
             | self._step_timer.latest_ms()
             | times

@@ -13,9 +13,8 @@ import typer
 
 from api.cli.options import AsJson
 from api.cli.store_place import (
-    DEFAULT_STORE,
+    ConfiguredDeployment,
     ConfiguredStore,
-    StoreUrl,
     configured_store,
     file_at,
     open_existing,
@@ -77,10 +76,10 @@ def _configured_url() -> str:
 @app.command()
 def backup(
     target: Annotated[Path, typer.Argument(help="A new file for the copy.")],
-    store: StoreUrl = DEFAULT_STORE,
+    store: ConfiguredStore = None,
 ) -> None:
     """Copy a store's file while it is in use, all deployments in it, as it is at one moment."""
-    path = file_at(store, "a copy")
+    path = file_at(store or _configured_url(), "a copy")
     num_bytes = copy_store(path, target)
     typer.echo(f"{path} copied to {target}: {num_bytes:,} bytes")
 
@@ -88,8 +87,8 @@ def backup(
 @app.command()
 def purge(
     before: Annotated[str, typer.Option(help=f"A time as {TIME_OR_AGE}.")],
-    store: StoreUrl = DEFAULT_STORE,
-    deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = "demo",
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
     shrink: Annotated[bool, typer.Option(help="Make the file smaller; writers wait.")] = False,
 ) -> None:
     """Remove samples and roll-ups older than a time, without rolling them up.
@@ -97,15 +96,16 @@ def purge(
     Placements, tasks and events stay.
     """
     before_time = time_of("--before", before)
-    path = file_at(store, "--shrink") if shrink else None
+    url, name = configured_store(store, deployment)
+    path = file_at(url, "--shrink") if shrink else None
     # A deployment that never ran is refused: a misspelt name must not look like an empty store.
-    with closing(open_existing(store, deployment)) as opened:
+    with closing(open_existing(url, name)) as opened:
         samples = opened.prune(before_time)
         minutes, hours = (opened.prune_rollups(s, before_time) for s in (MINUTE, HOUR))
     if path is not None:
         shrink_file(path)
     typer.echo(
-        f"{deployment}: removed {counted(samples, 'sample')}, {counted(minutes, 'roll-up')} of a "
+        f"{name}: removed {counted(samples, 'sample')}, {counted(minutes, 'roll-up')} of a "
         f"minute and {hours} of an hour before "
         f"{datetime.fromtimestamp(before_time, UTC):%Y-%m-%d %H:%M:%S} UTC"
     )

@@ -19,9 +19,6 @@ from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import file_of, open_store
 from telemetry.state.store import StateStore, without_password
 
-DEFAULT_STORE = ".eplb/store.sqlite"
-
-StoreUrl = Annotated[str, typer.Option(help="The store: a file, or a URL as redis://HOST:PORT.")]
 ConfiguredStore = Annotated[
     str | None, typer.Option(help="The store: a file or URL; else that of the configuration.")
 ]

@@ -2,7 +2,8 @@
 
 manifest.json   files in the bundle, files that were truncated, missing files with the reason
 versions.json   of this program, Python, the system and the packages
-settings.toml   effective settings of the last start, as ``eplb config`` prints them
+settings.toml   of a demo: effective settings of its last start, as ``eplb config`` prints them;
+                other deployments keep no such file
 state/*.json    overview, serving placement, last placements, last plan, live settings, lease
 events.jsonl    the last events of the store
 journal/*       the last part of each rank's journal
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 import re
 import sys
@@ -27,12 +29,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
-from api.cli.store_place import open_existing
+from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, open_existing
+from api.config.tree import load
 from api.demo.state_dir import SETTINGS_FILE
 from api.operations.declaration import Operation
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError, counted
-from eplb.settings.deployment import DEPLOYMENT, STORE_FILE
+from eplb.settings.deployment import DeploymentSettings
 from telemetry.state.store import StateStore
 
 MB = 1_000_000
@@ -59,17 +62,19 @@ _MASKED = (r"\1:***@", r"\1***")
 
 def support_bundle(
     out: Annotated[Path, typer.Argument(help="A new file, OUT.tar.gz.")],
-    state_dir: Annotated[Path, typer.Option(help="The state folder of a deployment.")] = Path(
-        ".eplb"
-    ),
-    store: Annotated[str, typer.Option(help="URL of the store; none: the folder's file.")] = "",
-    deployment: Annotated[str, typer.Option(help="Name of the deployment.")] = DEPLOYMENT,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="The state folder; else that of the configuration.")
+    ] = None,
+    store: ConfiguredStore = None,
+    deployment: ConfiguredDeployment = None,
     max_mb: Annotated[
         int, typer.Option(min=1, max=10_000, help="Most megabytes, before compression.")
     ] = 64,
 ) -> None:
     """Collect state, journals, settings without secrets, versions and the last events."""
-    bundle = collect(state_dir, store, deployment, max_mb * MB)
+    given = {"state_dir": state_dir, "store": store, "deployment_name": deployment}
+    settings = load(given, config=None, environ=os.environ).deployment
+    bundle = collect(settings, max_mb * MB)
     write(out, bundle)
     typer.echo(
         f"{out}: {counted(len(bundle.members), 'file')}, {bundle.num_bytes:,} bytes uncompressed"
@@ -132,7 +137,7 @@ class Bundle:
         self.room -= len(content)
 
 
-def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bundle:
+def collect(settings: DeploymentSettings, max_bytes: int) -> Bundle:
     """Collect a bundle.
 
     Raises:
@@ -141,16 +146,17 @@ def collect(state_dir: Path, store: str, deployment: str, max_bytes: int) -> Bun
     # Imported here: torch takes seconds, and --help needs none of it.
     from rebalance.protocol.journal import JOURNAL_FOLDER
 
+    state_dir = settings.state_dir
     if not state_dir.is_dir():
         raise ConfigError(
             f"there is no folder {state_dir}, expected the state folder (--state-dir)"
         )
     bundle = Bundle(max_bytes)
     bundle.add("versions.json", _json(versions()))
-    settings = state_dir / SETTINGS_FILE
-    bundle.try_to("settings.toml", lambda: settings.read_text(encoding="utf-8", errors="replace"))
+    effective = state_dir / SETTINGS_FILE
+    bundle.try_to("settings.toml", lambda: effective.read_text(encoding="utf-8", errors="replace"))
     try:
-        with closing(open_existing(store or str(state_dir / STORE_FILE), deployment)) as opened:
+        with closing(open_existing(settings.store_url, settings.name)) as opened:
             _add_state(bundle, opened)
     except (EplbError, ImportError) as exc:
         bundle.missing["state"] = without_secrets(str(exc))

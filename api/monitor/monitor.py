@@ -425,7 +425,7 @@ class Monitor:
             processes = (*supervision.processes, *found)
             supervision = replace(supervision, processes=processes)
         token_time, stepped = self._outages.token_time, self._step_at[1]
-        progress_age_s, progress_of = _oldest_progress(self._states, now, answered_s)
+        oldest = _oldest_progress(self._states, now, answered_s)
         control, effective = self._live.control, self._live.effective
         placement = None if self._committed is None else self._committed.placement
         return State(
@@ -459,8 +459,9 @@ class Monitor:
             uncounted_ranks=self._samples.uncounted(),
             death=self._outages.death,
             supervision=supervision,
-            progress_age_s=progress_age_s,
-            progress_of=progress_of,
+            progress_age_s=oldest[0],
+            progress_of=oldest[1],
+            progress_thread=oldest[2],
             step_age_s=None if stepped is None else max(0.0, now - stepped),
             last_score=next((one for one in reversed(series) if one.is_complete), None),
             token_age_s=None if token_time is None else max(0.0, now - token_time),
@@ -644,14 +645,15 @@ def _beat_view(announced: Announcement, now: float, answered_s: float) -> Proces
 
 def _oldest_progress(
     states: Iterable[RankState], now: float, answered_s: float
-) -> tuple[float | None, str]:
-    """Give the longest time without progress of a step or busy thread, and where it is."""
+) -> tuple[float | None, str, str]:
+    """Give the longest time without progress of a step or busy thread, where it is, and which."""
     ages = [
         (
             max(0.0, min(now - state.time, answered_s) - state.report_every_s)
             + state.progress_age_s,
             f"rank {state.rank}, {state.progress_of or 'the step'}",
+            state.progress_thread,
         )
         for state in states
     ]
-    return max(ages, key=lambda age: age[0], default=(None, ""))
+    return max(ages, key=lambda age: age[0], default=(None, "", ""))

@@ -289,6 +289,9 @@ class State:
         Meaning("time since the last progress of the step or thread that made the least"),
     ]
     progress_of: Annotated[str, Meaning("rank, thread and current work of that step or thread")]
+    progress_thread: Annotated[
+        str, Meaning("that thread: step, watcher, mover or commit writer; empty: not reported")
+    ]
     step_age_s: Annotated[
         float | None, Meaning("time since the steps were last seen to advance; null: never seen")
     ]

@@ -27,6 +27,7 @@ from eplb.migration.recovery import start_of
 from rebalance.types import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
+from telemetry.state.runs import STEP_THREAD
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
@@ -291,8 +292,7 @@ def _progress(state: State) -> Iterator[Symptom]:
         return
     text = f"no progress for {age_s:.1f} s, expected at most {STALLED_AFTER_S:g} s"
     # A rank that hangs in its step holds all others up; another thread holds migrations up.
-    is_step = state.progress_of.partition(", ")[2].startswith(("step", "the step"))
-    is_stop = is_step and not state.silent_ranks
+    is_stop = state.progress_thread == STEP_THREAD and not state.silent_ranks
     grade = Grade.STOPPED if is_stop else Grade.DEGRADED
     what = f"{text}: {state.progress_of}"
     yield Symptom("no-progress", grade, what, since=state.time - age_s)

@@ -269,6 +269,8 @@ def _print_task(found: dict[str, Any]) -> None:
     listing([result | {"task": found["id"]}], columns)
     if result.get("published"):
         line(f"plan {result['plan_id']} is published to the ranks")
+        if found["kind"] == "rollback":
+            line("later plans may undo it; `eplb config --live --set observe=true` keeps it")
     else:
         line("nothing moves" + (": a dry run" if result.get("dry_run") else ""))
 

@@ -38,6 +38,7 @@ NOT_SETTINGS = frozenset(
         GROUP_VARIABLE,  # read by rebalance/engines/common/start.py
         "EPLB_SECRET",  # read by rebalance/weights/link/secret.py, never shown beside settings
         "EPLB_KEY",  # read by api/cli/admin/client.py
+        "EPLB_SERVICE",  # read by the commands that ask a service
         "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/assembly/places.py
         "EPLB_RANK_FILE",  # set by `eplb launch`, read by rebalance/assembly/description.py
         "EPLB_REPLAY",  # a trace of routing, read by rebalance/engines/vllm/replay.py

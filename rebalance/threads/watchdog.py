@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from eplb.clock import Clock
 from rebalance.protocol.phases import Phase, RankPhase
+from telemetry.state.runs import STEP_THREAD
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Watchdog:
 
     def __init__(self, plan_deadline_s: float, clock: Clock = time.monotonic) -> None:
         self._deadline_s, self.clock = plan_deadline_s, clock
-        self.step = ThreadActivity("step", clock)
+        self.step = ThreadActivity(STEP_THREAD, clock)
         self.watcher = ThreadActivity("watcher", clock)
         self.mover = ThreadActivity("mover", clock)
         self.commit_writer = ThreadActivity("commit writer", clock)

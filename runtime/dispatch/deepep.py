@@ -79,12 +79,18 @@ class DeepEPShape:
         """Refuse, on every rank, a shape that DeepEP cannot serve or that ranks disagree on.
 
         Raises:
-            ConfigError: slots that differ by rank, or another shape on another rank.
+            ConfigError: slots that differ by rank, a rank that is not alive, or another shape on
+                another rank.
         """
         slots = self.topology.slots_of_rank
         if (slots != slots[0]).any():
             raise ConfigError(
                 f"ranks have {sorted(set(slots.tolist()))} slots, DeepEP expects the same number"
+            )
+        if group.size() != self.topology.num_ranks:
+            raise ConfigError(
+                f"{group.size()} of {self.topology.num_ranks} ranks are alive, expected all: "
+                "DeepEP numbers slots by the ranks of its group"
             )
         mine = [self.topology.num_slots, self.hidden, self.top_k, self.max_tokens]
         found = gathered(mine, group)
@@ -343,7 +349,11 @@ class DeepEPByPhase:
                 "hosts both modes need NVSHMEM, which a process starts once and for one of them"
             )
         self._normal = DeepEPNormal(shape, group, counter, use_fp8=use_fp8)
-        self._low_latency = DeepEPLowLatency(shape, group, counter, use_fp8=use_fp8)
+        try:
+            self._low_latency = DeepEPLowLatency(shape, group, counter, use_fp8=use_fp8)
+        except ConfigError:
+            self._normal.close()
+            raise
         self._mode: DeepEPNormal | DeepEPLowLatency = self._normal
 
     def begin_pass(self, phase: Phase) -> None:

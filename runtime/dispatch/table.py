@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING, Union
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +35,11 @@ from runtime.dispatch.all_to_all import (
 )
 from runtime.group import first_refusal
 
+if TYPE_CHECKING:
+    from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal
+
+# Those of ``DISPATCHERS``, which can be closed; a dispatcher of a host application need not.
+Shipped = Union[AllToAllDispatcher, "DeepEPByPhase", "DeepEPLowLatency", "DeepEPNormal"]
 DISPATCHERS = ("deepep_low_latency", "deepep_normal", "deepep_by_phase", "all_to_all")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TOLERANCE_FP8 = 5e-2  # for rows that travel as FP8
@@ -42,13 +49,17 @@ TOLERANCE_FP8 = 5e-2  # for rows that travel as FP8
 class Trial:
     """Settings of the self-test; equal on every rank."""
 
-    topology: Topology
+    topology: Topology  # of all ranks; the group's are those that are alive, in their order
     hidden: int
     top_k: int
     num_tokens: int
     device: torch.device
     dtype: torch.dtype = torch.float32
     seed: int = 0
+
+    def rank_in(self, group: dist.ProcessGroup) -> int:
+        """Return the number in the topology of this rank of the group of live ranks."""
+        return int(np.flatnonzero(self.topology.alive)[group.rank()])
 
 
 def choose_dispatcher(
@@ -68,7 +79,7 @@ def choose_dispatcher(
         )
     refusals: list[str] = []
     for candidate in DISPATCHERS if name == "auto" else (name,):
-        made: Dispatcher | None = None
+        made: Shipped | None = None
         try:
             made = _makers(trial, counter, group, max_tokens)[candidate]()
             wrong = check_dispatcher(made, counter, trial, group)
@@ -79,36 +90,41 @@ def choose_dispatcher(
             passed = f"{candidate} gives right results on {group.size()} ranks"
             return made, "; ".join([passed, *refusals])
         refusals.append(f"{candidate} refused: {wrong}")
+        if made is not None:
+            made.close()  # collective: a maker succeeds on all ranks or on none
     raise ConfigError("; ".join(refusals))
 
 
 def _makers(
     trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, max_tokens: int
-) -> dict[str, Callable[[], Dispatcher]]:
+) -> dict[str, Callable[[], Shipped]]:
     # Imported here: the module is about a library that need not be installed.
     from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal, DeepEPShape
 
+    rank = trial.rank_in(group)
     shape = DeepEPShape(trial.topology, trial.hidden, trial.top_k, max_tokens)
     return {
         "deepep_low_latency": lambda: DeepEPLowLatency(shape, group, counter),
         "deepep_normal": lambda: DeepEPNormal(shape, group, counter),
         "deepep_by_phase": lambda: DeepEPByPhase(shape, group, counter),
-        "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, group.rank(), counter),
+        "all_to_all": lambda: AllToAllDispatcher(trial.topology, group, rank, counter),
     }
 
 
 def routing_cases(trial: Trial, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return (name, slots [T, K]) of each case; T may differ by rank."""
+    """Return (name, slots [T, K]) of each case; T may differ by rank, dead ranks receive none."""
     random = torch.Generator().manual_seed(trial.seed * 1009 + rank)
-    num_slots, shape = trial.topology.num_slots, (trial.num_tokens, trial.top_k)
+    topology, shape = trial.topology, (trial.num_tokens, trial.top_k)
+    live = np.flatnonzero(topology.alive)
+    slots = torch.from_numpy(np.flatnonzero(topology.alive[topology.rank_of_slot]))
 
-    def distinct(num_tokens: int, first: int = 0, last: int = num_slots) -> torch.Tensor:
-        scores = torch.rand((num_tokens, last - first), generator=random)
-        return first + scores.topk(min(trial.top_k, last - first), dim=1).indices
+    def distinct(num_tokens: int, among: torch.Tensor = slots) -> torch.Tensor:
+        scores = torch.rand((num_tokens, len(among)), generator=random)
+        return among[scores.topk(min(trial.top_k, len(among)), dim=1).indices]
 
     yield "random", distinct(trial.num_tokens)
     to_one = torch.full(shape, -1, dtype=torch.int64)
-    to_one[:, 0] = num_slots - 1
+    to_one[:, 0] = slots[-1]
     yield "all tokens to one slot", to_one
     padded = distinct(trial.num_tokens)
     padded[::2] = -1
@@ -116,10 +132,10 @@ def routing_cases(trial: Trial, rank: int) -> Iterator[tuple[str, torch.Tensor]]
     yield "padding ids", padded
     one = torch.full(shape, -1, dtype=torch.int64)
     one[:1] = distinct(1)
-    yield "one token", one if rank == 0 else torch.full(shape, -1, dtype=torch.int64)
-    last_rank = trial.topology.slots_on(trial.topology.num_ranks - 1)
-    if last_rank.start >= trial.top_k:
-        yield "none for the last rank", distinct(trial.num_tokens, 0, last_rank.start)
+    yield "one token", one if rank == live[0] else torch.full(shape, -1, dtype=torch.int64)
+    others = slots[slots < topology.slots_on(live[-1]).start]
+    if len(others) >= trial.top_k:
+        yield "none for the last rank", distinct(trial.num_tokens, others)
 
 
 def check_dispatcher(
@@ -130,7 +146,7 @@ def check_dispatcher(
     A rank that finds something wrong runs the other cases too: its peers wait for it in them.
     Combines that can be overlapped are run both ways, and modes that depend on the phase in both.
     """
-    rank, first_wrong = group.rank(), ""
+    rank, first_wrong = trial.rank_in(group), ""
     counter.drain()
     phases: tuple[Phase, ...] = ("mixed",)
     if isinstance(dispatcher, PhasedDispatcher):
@@ -196,6 +212,6 @@ def _compare_counts(
 ) -> str:
     sent = torch.bincount(slots[slots >= 0].flatten(), minlength=trial.topology.num_slots)
     dist.all_reduce(sent, group=group)
-    expected = sent[trial.topology.slots_on(group.rank())].tolist()
+    expected = sent[trial.topology.slots_on(trial.rank_in(group))].tolist()
     found = counter.drain()[0].tolist()
     return "" if found == expected else f"counted {found} received rows, expected {expected}"

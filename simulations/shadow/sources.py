@@ -29,10 +29,11 @@ from telemetry import file_of, open_store
 from telemetry.formats.bounded import reading
 from telemetry.formats.engines import sglang
 from telemetry.formats.engines.vllm import MAX_LINE_BYTES, Step, StepLines, current_of
-from telemetry.formats.table import STORE_SCHEMES, STORE_SUFFIXES, read
+from telemetry.formats.table import STORE_SUFFIXES, read
 from telemetry.formats.types import Layers, LoadFile, ReadOptions, resolve, rows_in_order
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, model_and_topology
+from telemetry.state.store import names_store
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +106,7 @@ def open_source(places: Sequence[str], options: SourceOptions) -> WindowSource:
     Raises:
         ConfigError: a store among other places, or a place that does not exist.
     """
-    is_store = [
-        one.startswith(STORE_SCHEMES) or Path(one).suffix in STORE_SUFFIXES for one in places
-    ]
+    is_store = [names_store(one) or Path(one).suffix in STORE_SUFFIXES for one in places]
     if any(is_store):
         if len(places) > 1:
             raise ConfigError(f"a store and {len(places) - 1} other places, expected it alone")

@@ -28,10 +28,10 @@ from telemetry.formats.bounded import (
 from telemetry.formats.engines import ascend, sglang, trtllm, vllm
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions
+from telemetry.state.store import names_store
 
 Found = LoadFile | PlacementFile
 STORE_SUFFIXES = {".sqlite", ".db"}
-STORE_SCHEMES = ("sqlite:", "redis:", "rediss:", "redis+cluster:", "unix:")
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ def read(place: str, options: ReadOptions, name: str | None = None) -> Found:
         HistoryError, PlacementError: it is damaged, or holds something else.
         ConfigError: an unknown format, or a statement that is missing or does not fit.
     """
-    if place.startswith(STORE_SCHEMES) and file_of(place) is None:
+    if names_store(place) and file_of(place) is None:
         return own.read_store(place, options)
     path = file_of(place) or Path(place)
     if name is not None and name not in LOADS | PLACEMENTS:

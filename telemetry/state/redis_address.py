@@ -18,7 +18,14 @@ from urllib.parse import parse_qsl, unquote
 
 from eplb.errors import ConfigError
 
-SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
+FORMS = (
+    "redis://HOST:PORT",
+    "rediss://HOST:PORT",
+    "redis+cluster://HOST:PORT,...",
+    "rediss+cluster://HOST:PORT,...",
+    "unix:///PATH",
+)
+SCHEMES = tuple(form.partition(":")[0] for form in FORMS)
 DEFAULT_PORT = 6379
 MOST = {float: 3600, int: 100_000_000}  # seconds of a time, and of what is counted
 # Scheme, place, path, query and fragment (RFC 3986, appendix B).

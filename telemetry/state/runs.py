@@ -23,6 +23,8 @@ EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTime
 GROUP_STAYS = "group_stays"  # rank detail: why its group cannot change; "": it can
 CLOCK_OFFSET_S = "clock_offset_s"  # rank detail: time by which its host's clock is ahead
 REPORT_EVERY_S = "report_every_s"  # rank detail: longest time between two reports
+PROGRESS_THREAD = "progress_thread"  # rank detail: the thread that ``progress_of`` begins with
+STEP_THREAD = "step"  # such a thread: the one that serves
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 KEPT_ANNOUNCEMENTS = 256  # announcements kept of each component, one a host or start
 
@@ -72,6 +74,11 @@ class RankState:
     def report_every_s(self) -> float:
         """Longest time between two reports by this rank's own settings; 0: it does not tell."""
         return float(self.detail.get(REPORT_EVERY_S, 0.0))
+
+    @property
+    def progress_thread(self) -> str:
+        """The thread with the least progress; "": the rank does not tell."""
+        return str(self.detail.get(PROGRESS_THREAD, ""))
 
     @property
     def clock_offset_s(self) -> float:

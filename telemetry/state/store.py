@@ -34,7 +34,7 @@ from telemetry.state.live import LivePart
 from telemetry.state.membership import MembershipPart
 from telemetry.state.placements import PlacementPart
 from telemetry.state.proposals import ProposalPart
-from telemetry.state.redis_address import SCHEMES
+from telemetry.state.redis_address import FORMS, SCHEMES
 from telemetry.state.runs import RunsPart
 from telemetry.state.samples import SamplePart
 from telemetry.state.tasks import TaskPart
@@ -99,6 +99,12 @@ def file_of(url: str | Path) -> Path | None:
     return Path(rest) if scheme == "sqlite" and rest else None
 
 
+def names_store(place: str) -> bool:
+    """Whether a place that may be any file is the URL of a store, complete or not."""
+    scheme, colon, _ = place.partition(":")
+    return bool(colon) and scheme in ("sqlite", *SCHEMES)
+
+
 def open_store(url: str | Path, deployment: str) -> StateStore:
     """Open the store that ``url`` names.
 
@@ -159,5 +165,5 @@ def _is_redis(url: str) -> bool:
 def _unknown(url: str) -> ConfigError:
     return ConfigError(
         f"unknown store {without_password(url)!r}, expected one of: memory:, sqlite:PATH, PATH, "
-        "redis://HOST:PORT, rediss://HOST:PORT, redis+cluster://HOST:PORT,..., unix:///PATH"
+        f"{', '.join(FORMS)}"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError
+from eplb.errors import BrokenGroup, ConfigError
 from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher, Received
 from runtime.dispatch.deepep import DeepEPShape, normal_bytes
@@ -170,3 +172,113 @@ def test_group_of_survivors_exchanges_tokens_by_the_numbers_of_all_ranks(
         return counter.drain()[0].tolist(), torch.allclose(answer, parts * tokens)
 
     assert run_ranks(3, exchange) == [([3, 0, 3], True), ([6], True), ([3, 6], True)]
+
+
+def test_dispatcher_is_chosen_where_a_rank_before_the_group_is_not_alive(
+    run_ranks: RunRanks,
+) -> None:
+    alive = np.array([False, True, True])
+    topology = Topology(UNEVEN.node_of_rank, UNEVEN.slots_of_rank, alive=alive)
+    trial = replace(TRIAL, topology=topology)
+
+    def pick(place: int) -> str:
+        counter = SlotCounter(1, int(topology.slots_of_rank[place + 1]))
+        return choose_dispatcher("all_to_all", trial, counter, group(), max_tokens=12)[1]
+
+    assert run_ranks(2, pick) == ["all_to_all gives right results on 2 ranks"] * 2
+
+
+def test_deep_ep_is_refused_for_a_group_without_some_ranks_of_the_topology(
+    run_ranks: RunRanks,
+) -> None:
+    topology = replace(Topology.uniform(1, 3, 4), alive=np.array([True, True, False]))
+
+    def check(_: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            DeepEPShape(topology, hidden=128, top_k=2, max_tokens=8).check(group())
+        return str(caught.value)
+
+    for said in run_ranks(2, check):
+        assert said.startswith("2 of 3 ranks are alive, expected all")
+
+
+def test_broken_exchange_names_the_rank_and_the_layer(run_ranks: RunRanks) -> None:
+    def lose(rank: int) -> str:
+        counter = SlotCounter(4, 2)
+        dispatcher = AllToAllDispatcher(Topology.uniform(1, 2, 2), group(), rank, counter)
+        if rank == 1:
+            return ""  # its process ends
+        with pytest.raises(BrokenGroup) as caught:
+            dispatcher.dispatch(3, torch.ones(1, 8), torch.tensor([[3]]), torch.ones(1, 1))
+        return str(caught.value)
+
+    said = run_ranks(2, lose)[0]
+
+    expected = "rank 0: the counts exchange of layer 3 failed, a peer is dead or late: "
+    assert said.startswith(expected)
+
+
+class HostBuffer:
+    """Memory of a ``deep_ep`` without kernels, built without NVSHMEM or with it."""
+
+    has_nvshmem = True
+    open: ClassVar[list[HostBuffer]] = []  # made and not destroyed
+
+    def __init__(
+        self,
+        _: dist.ProcessGroup,
+        *,
+        explicitly_destroy: bool,
+        low_latency_mode: bool = False,
+        **__: int,
+    ) -> None:
+        if low_latency_mode and not self.has_nvshmem:
+            raise RuntimeError("NVSHMEM is disabled during compilation")
+        assert explicitly_destroy
+        self.open.append(self)
+
+    def destroy(self) -> None:
+        self.open.remove(self)
+
+    @staticmethod
+    def set_num_sms(_: int) -> None: ...
+
+    @staticmethod
+    def get_dispatch_config(_: int) -> Config:
+        return Config(256, 132)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(*_: int) -> int:
+        return 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "has_nvshmem", "reason"),
+    [
+        ("deepep_low_latency", True, "12 tokens in one step, expected at most 4"),
+        ("deepep_by_phase", False, "deep_ep cannot serve low-latency mode here"),
+    ],
+)
+def test_refused_dispatcher_releases_its_buffers(
+    name: str,
+    has_nvshmem: bool,
+    reason: str,
+    run_ranks: RunRanks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HostBuffer, "has_nvshmem", has_nvshmem)
+    library = ModuleType("deep_ep")
+    library.__dict__["Buffer"] = HostBuffer
+    monkeypatch.setitem(sys.modules, "deep_ep", library)
+    trial = replace(TRIAL, topology=Topology.uniform(1, 2, 4))
+
+    def ask(_: int) -> tuple[str, int]:
+        with pytest.raises(ConfigError) as caught:
+            choose_dispatcher(name, trial, SlotCounter(1, 4), group(), max_tokens=4)
+        return str(caught.value), len(HostBuffer.open)
+
+    for said, num_open in run_ranks(2, ask):
+        assert reason in said
+        assert num_open == 0

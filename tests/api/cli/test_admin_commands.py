@@ -223,3 +223,13 @@ def test_every_command_of_the_table_has_a_function_and_an_example() -> None:
 
     assert all(f"eplb {one.words}" in str(known[one.words].epilog) for one in COMMANDS)
     assert {one.words.split()[0] for one in COMMANDS if " " in one.words} == GROUPS.keys()
+
+
+def test_configuration_is_read_beside_the_variable_of_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPLB_SERVICE", "http://127.0.0.1:1")
+
+    found = CliRunner().invoke(app, ["audit", "--setting", f"state_dir={tmp_path}"])
+
+    assert found.exit_code == 0, found.output

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,3 +177,22 @@ def test_purge_with_a_wrong_time_removes_nothing(
     assert message in done.stderr
     with closing(sqlite_store(path, "demo")) as store:
         assert len(store.samples("run-1")) == 5
+
+
+def test_backup_and_purge_use_the_configured_store_and_deployment(tmp_path: Path) -> None:
+    path, copy = tmp_path / "west.sqlite", tmp_path / "copy.sqlite"
+    with closing(sqlite_store(path, "west")) as store:
+        store.begin_run(RunInfo("run-1", 5.0, {}, {}, 10))
+        store.append([replace(make_sample(0, HOURS_AGO), deployment="west")])
+    file = tmp_path / "eplb.toml"
+    file.write_text(f'[deployment]\nname = "west"\nstore = "{path}"\n')
+    environ = {"EPLB_CONFIG": str(file)}
+
+    copied = CliRunner().invoke(app, ["store", "backup", str(copy)], env=environ)
+    purged = CliRunner().invoke(app, ["store", "purge", "--before", "1h"], env=environ)
+
+    assert (copied.exit_code, purged.exit_code) == (0, 0), copied.output + purged.output
+    assert purged.output.startswith("west: removed 1 sample,")
+    for kept, left in ((copy, 1), (path, 0)):
+        with closing(sqlite_store(kept, "west")) as store:
+            assert len(store.samples("run-1")) == left

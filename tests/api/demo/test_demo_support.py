@@ -56,6 +56,22 @@ def test_bundle_shows_no_password_of_the_store(tmp_path: Path) -> None:
     assert SECRET not in made.output
 
 
+def test_bundle_is_of_the_configured_deployment(tmp_path: Path) -> None:
+    state, out = tmp_path / "state", tmp_path / "bundle.tar.gz"
+    state.mkdir()
+    with closing(open_store(state / "store.sqlite", "west")) as store:
+        store.commit(START, expected=None, reason="start")
+        store.add_event("error", {"message": "of west"})
+    file = tmp_path / "eplb.toml"
+    file.write_text(f'[deployment]\nname = "west"\nstate_dir = "{state}"\n')
+
+    made = CliRunner().invoke(app, ["support-bundle", str(out)], env={"EPLB_CONFIG": str(file)})
+
+    assert made.exit_code == 0, made.output
+    assert "missing: state" not in made.output
+    assert "of west" in files_in(out)["events.jsonl"]
+
+
 def test_bundle_of_a_long_journal_stays_within_its_size(tmp_path: Path) -> None:
     state, out = tmp_path / "state", tmp_path / "small.tar.gz"
     (state / "journal").mkdir(parents=True)

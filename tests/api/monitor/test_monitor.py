@@ -291,6 +291,19 @@ def test_readiness_is_judged_by_what_ranks_report(
     assert re.search(why, str(unready(seen_by(store, now))))
 
 
+def test_thread_with_the_least_progress_is_that_of_its_rank(store: StateStore) -> None:
+    store.report(
+        state(0, progress_age_s=31.0, progress_of="mover: pulling", progress_thread="mover")
+    )
+    store.report(
+        state(1, progress_age_s=40.0, progress_of="step: dispatch", progress_thread="step")
+    )
+
+    found = seen_by(store).state
+
+    assert (found.progress_of, found.progress_thread) == ("rank 1, step: dispatch", "step")
+
+
 HERE = "gpu7:4242:9f31c2aa-8812345-5be012"
 
 

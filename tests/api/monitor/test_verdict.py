@@ -40,6 +40,7 @@ SERVES = changed(
     ranks=(rank(0), rank(1)),
     progress_age_s=0.5,
     progress_of="rank 0, step: waiting for the next",
+    progress_thread="step",
     token_time=NOW - 2,
     sample_age_s=2.0,
 )
@@ -110,9 +111,12 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
         ),
         (seen(**STUCK), Grade.STOPPED, "31.0 s.* 30 s: rank 1, step: dispatch"),
         (
-            seen(**STUCK | {"progress_of": "rank 1, mover: pulling"}),
+            seen(
+                **STUCK
+                | {"progress_of": "rank 1, step copier: pulling", "progress_thread": "mover"}
+            ),
             Grade.DEGRADED,
-            "31.0 s.* 30 s: rank 1, mover: pulling",
+            "31.0 s.* 30 s: rank 1, step copier: pulling",
         ),
         (
             seen(ranks=(rank(0, ahead_s=3600.0), rank(1))),

@@ -454,7 +454,7 @@ def test_plan_of_a_stalled_mover_is_aborted_and_the_reason_names_it(group: Group
         "requested by another rank"
     ]
     report = group.report(0)
-    assert report.progress_of == pulling
+    assert (report.progress_of, report.progress_thread) == (pulling, "mover")
     assert report.progress_age_s > NEVER_S
 
     group.gates[0].set()

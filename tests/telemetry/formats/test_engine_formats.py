@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from telemetry.formats.types import (
     rows_as_hidden,
     rows_in_order,
 )
+from telemetry.state.redis_address import SCHEMES
 from tests.support.engines.ascend_check import has_no_move_within_a_device
 from tests.support.formats.seeds import (
     MAP,
@@ -420,6 +422,12 @@ def test_validation_finds_what_the_engine_would_refuse(
     found = findings(file, target, deployment)  # type: ignore[arg-type]
 
     assert code in [one.code for one in found if one.is_error]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_url_of_each_redis_scheme_is_read_as_a_store(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{scheme}://")):  # it names no server
+        read(f"{scheme}://", NONE)
 
 
 def test_unknown_file_is_refused_with_the_known_formats(tmp_path: Path) -> None:

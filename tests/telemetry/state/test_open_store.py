@@ -9,6 +9,7 @@ import pytest
 
 from eplb.errors import ConfigError, StoreError
 from telemetry import deployments_of, open_store
+from telemetry.state.redis_address import SCHEMES
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.redis_servers import RedisProcess
@@ -32,8 +33,9 @@ def test_url_names_the_kind_of_store(tmp_path: Path, redis_server: RedisProcess)
 
 @pytest.mark.parametrize("url", ["mysql://host", "memory:x", "sqlite:", "redis:host"])
 def test_unknown_scheme_is_refused_with_those_known(url: str) -> None:
-    with pytest.raises(ConfigError, match="memory:, sqlite:PATH, PATH"):
+    with pytest.raises(ConfigError, match="memory:, sqlite:PATH, PATH") as caught:
         open_store(url, "demo")
+    assert [scheme for scheme in SCHEMES if f" {scheme}://" not in str(caught.value)] == []
 
 
 def test_deployments_of_a_store_are_those_that_ran_or_have_a_placement(
