@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from api.sglang_start import start_map, start_shares
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule, effective_shares
-from eplb.core.model import ModelShape
+from eplb.core.model import ModelShape, spans
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.decision.alternatives import ROUNDING
 from eplb.decision.outcome import Plan
 from eplb.decision.score import booked_and_effective
-from eplb.errors import ConfigError, HistoryError, counted
+from eplb.errors import ConfigError, counted
 from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
-from simulations.inputs import model_of
+from simulations.inputs import busy_windows, model_of
 from telemetry.formats.bounded import file_digest
 from telemetry.formats.engines.sglang import MAP
 from telemetry.formats.table import (
@@ -119,9 +119,8 @@ def plan_for_engine(
         ConfigError: ranks, nodes, slots and model that do not fit the load.
         HistoryError: the load has no tokens.
     """
-    history, notes = load.history, list(load.notes)
-    if not history.tokens.any():
-        raise HistoryError(f"{source}: no layer has tokens, expected load")
+    history, idle_notes = busy_windows(load.history, source, load.layers.ids)
+    load, notes = replace(load, history=history), [*load.notes, *idle_notes]
     topology, dispatch = group.topology(history.num_experts), rule or RULES[target]
     shape = _shape(load, model_of(model, history, source), expert_bytes)
     current, said = _serving(serving, load, topology)
@@ -284,18 +283,31 @@ def _for_start(made: Plan, file: PlacementFile, options: WriteOptions) -> Placem
 def _serving(
     file: PlacementFile | None, load: LoadFile, topology: Topology
 ) -> tuple[Placement | None, tuple[str, ...]]:
-    """The serving placement, where it has these layers and slots, and what is said about it."""
+    """The serving placement of the load's layers, if its slots fit, and notes about it."""
     if file is None:
         return None, ("no placement that serves is known: the plan is for a start of the engine",)
-    found, history = file.placement, load.history
-    has_layers = file.layers.ids == load.layers.ids and file.layers.axis == load.layers.axis
-    slots = (topology.num_slots, history.num_experts)
-    if has_layers and (found.num_slots, found.num_experts) == slots:
-        return found.with_generation(max(found.generation, 0)), ()
-    return None, (
-        f"the placement that serves has {found.num_layers} layers x {found.num_slots} slots for "
-        f"{found.num_experts} experts, and is not one of these layers and slots: planned fresh",
+    found, notes = file.placement, tuple[str, ...]()
+    slots, planned = (
+        (found.num_slots, found.num_experts),
+        (topology.num_slots, load.history.num_experts),
     )
+    if slots != planned:
+        return None, (
+            f"the placement that serves has {slots[0]} slots for {slots[1]} experts, the plan "
+            f"{planned[0]} for {planned[1]}: planned fresh",
+        )
+    old, new = file.layers, load.layers
+    if old.axis != "ordinal" and new.axis == "model" and set(new.ids) <= set(old.ids):
+        found = found.of_layers(np.searchsorted(old.ids, new.ids))
+    elif (old.ids, old.axis) != (new.ids, new.axis):
+        said = (
+            f"the placement that serves has layers {spans(old.ids)} ({old.axis}), the load "
+            f"{spans(new.ids)} ({new.axis})"
+        )
+        if "ordinal" not in (old.axis, new.axis) or len(old.ids) != len(new.ids):
+            return None, (f"{said}: planned fresh",)
+        notes = (f"{said}: taken for the same layers in order",)
+    return found.with_generation(max(found.generation, 0)), notes
 
 
 def _shape(load: LoadFile, model: ModelShape | None, expert_bytes: int | None) -> ModelShape | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import numpy as np
 
 from eplb.core.kernels import Kernel, kernel_for
 from eplb.core.load import LoadHistory
-from eplb.core.model import PRESETS, ModelShape, preset
+from eplb.core.model import PRESETS, ModelShape, preset, spans
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, HistoryError
+from eplb.errors import ConfigError, HistoryError, counted
 from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, WindowSeries, of_history
 from simulations.workloads import PREFIX, windows_named
@@ -65,16 +66,49 @@ def windows_of(
         return _recorded(history, trace)
     found = read_load(trace, options)
     recorded_on = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
-    return replace(_recorded(found.history, trace), deployment=recorded_on)
+    windows = _recorded(found.history, trace, found.layers.ids)
+    return replace(windows, deployment=recorded_on)
 
 
-def _recorded(history: LoadHistory, trace: str) -> WindowSeries:
-    if not history.tokens.any():
+def _recorded(
+    history: LoadHistory, trace: str, layer_ids: Sequence[int] | None = None
+) -> WindowSeries:
+    busy, notes = busy_windows(history, trace, layer_ids or range(history.num_layers))
+    return replace(of_history(busy), notes=notes)
+
+
+def busy_windows(
+    history: LoadHistory, source: str, layer_ids: Sequence[int]
+) -> tuple[LoadHistory, tuple[str, ...]]:
+    """The windows with tokens, and notes on windows and layers without any.
+
+    An idle window has imbalance 1.0 under every placement, so it would hide that of the others.
+
+    Args:
+        history: windows of a recording.
+        source: its name, for the refusal.
+        layer_ids: [L] numbers of its layers.
+
+    Raises:
+        HistoryError: no window has tokens.
+    """
+    has_tokens = history.tokens.any(axis=2)  # [T, L]
+    busy, served = has_tokens.any(axis=1), has_tokens.any(axis=0)
+    total = counted(history.num_windows, "window")
+    if not busy.any():
         raise HistoryError(
-            f"{trace}: all counts of its {history.num_windows} windows are 0, as an engine writes "
-            "them before it serves; expected recorded traffic"
+            f"{source}: all counts of its {total} are 0, as an engine writes them before it "
+            "serves; expected recorded traffic"
         )
-    return of_history(history)
+    notes = []
+    if not busy.all():
+        num_idle = int(np.count_nonzero(~busy))
+        notes.append(f"{num_idle} of {total} have no tokens and are left out")
+        history = history.of_windows(np.flatnonzero(busy))
+    if not served.all():
+        idle = spans([layer_ids[row] for row in np.flatnonzero(~served)])
+        notes.append(f"layers {idle} have no tokens in any window: their imbalance counts as 1.0")
+    return history, tuple(notes)
 
 
 def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> WindowSeries:

@@ -41,6 +41,7 @@ class WindowSeries:
         phase: of all of them.
         skipped: windows of the source that are left out, because ranks are missing in them.
         deployment: that the source was recorded on.
+        notes: what was left out, or counts as even load.
     """
 
     num_layers: int
@@ -51,6 +52,7 @@ class WindowSeries:
     phase: Phase = "mixed"
     skipped: int = 0
     deployment: RecordedDeployment = RecordedDeployment()
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Tokens]:
         """Every window, checked.

@@ -166,6 +166,8 @@ def validate(
     )
     wrong = findings(found, target.value, deployment)
     is_refused, placement = any(one.is_error for one in wrong), found.placement
+    is_released = all(one.code != "experimental" for one in wrong)
+    reader = target.value if is_released else f"a build of {target.value} with this format"
     report = {
         "layers": found.layers.ids,
         "slots": placement.num_slots,
@@ -178,7 +180,7 @@ def validate(
         f"{placement.num_experts} experts, layers {found.layers.ids[0]}..{found.layers.ids[-1]} "
         f"({found.layers.axis})",
         *(f"{'error' if one.is_error else 'warning'} {one.code}: {one.text}" for one in wrong),
-        *([] if is_refused else [f"{target.value} accepts it"]),
+        *([] if is_refused else [f"{reader} accepts it"]),
     ]
     print_report(report, lines, json_output)
     if is_refused:

@@ -202,7 +202,9 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
     floor = 1.0 + outlook.noise
     change = f"{outlook.of} {outlook.before:.3f} -> {outlook.after:.3f}"
     if outlook.before <= floor:
-        return Decision.KEEP, f"{change}, within the sampling noise of a window ({floor:.3f})"
+        worse = " and the plan is worse" if outlook.after > outlook.before else ""
+        noise = f"is within the sampling noise of a window ({floor:.3f})"
+        return Decision.KEEP, f"{change}: {outlook.before:.3f} {noise}{worse}"
     if outlook.num_moves == 0 and outlook.before <= outlook.after:
         return Decision.KEEP, f"the plan is the current placement, {change}"
     if outlook.before <= outlook.dead_zone:

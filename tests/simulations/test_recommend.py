@@ -265,6 +265,22 @@ def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
     assert "all counts of its 4 windows are 0" in ran.stderr
 
 
+def test_windows_without_tokens_change_no_recommendation(tmp_path: Path) -> None:
+    busy = np.random.default_rng(0).integers(1, 1000, (6, 32, 8))
+    found = []
+    for name, load in (("busy", busy), ("idle", np.concatenate((busy, np.zeros_like(busy[:2]))))):
+        np.savez(tmp_path / "load.npz", load=load)
+        words = ("--model", "mixtral-8x7b", "--ranks", "4", "--every", "2", "--json")
+        ran = command("recommend", str(tmp_path / "load.npz"), *words)
+        assert ran.exit_code == 0, f"{name}: {ran.output}"
+        found.append(json.loads(ran.stdout))
+
+    assert [one["candidates"][0]["imbalance"] for one in found] == [
+        found[0]["candidates"][0]["imbalance"]
+    ] * 2
+    assert "note: 2 of 8 windows have no tokens and are left out" in found[1]["sentences"]
+
+
 def test_load_of_another_model_is_blamed_by_its_name(tmp_path: Path) -> None:
     trace = tmp_path / "other.npz"
     np.savez(trace, load=np.ones((4, 2, 16), dtype=np.int64))

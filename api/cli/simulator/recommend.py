@@ -209,6 +209,7 @@ def recommend_command(
         tables += [batch_table(answer).for_terminal()] if answer.batches else []
         print_plain(*first, *tables, *sentences)
 
+    stated += [f"note: {note}" for note in load.notes]
     sentences = [*answer.sentences(), *written, *stated]
     found = {
         "command": command_line(),

@@ -186,6 +186,7 @@ def simulate(
     plots.write(lambda: comparison_page(result, scenario, replays, sentences, command_line()))
     about = {"source": Path(trace).name, "policy": best.policy}
     sentences += chosen_by.write(best.last_placement, ranks, fitted, about)
+    sentences += [f"note: {note}" for note in load.notes]
     result["sentences"] = sentences
     report.give(result, lambda: print_plain(comparison_table(result).for_terminal(), *sentences))
     broken = [found for limit in limits if (found := limit.broken_by(result)) is not None]

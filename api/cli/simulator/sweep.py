@@ -26,7 +26,7 @@ from api.cli.simulator.options import (
     command_line,
     names_in,
 )
-from api.terminal.printable import print_error, print_plain
+from api.terminal.printable import print_error, print_plain, printable
 from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
@@ -145,6 +145,8 @@ def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) ->
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
     )
     model_of(shape, windows, trace)
+    for note in windows.notes:
+        typer.echo(printable(f"note: {note}"), err=True)
     if trace.startswith(PREFIX):
         return Generated(trace, steps)
     return recorded(windows if steps is None else replace(windows, steps=steps))

@@ -46,7 +46,7 @@ MARKERS = ("session_metadata", "bench_run_start")
 VERSION = 1
 MAX_LINE_BYTES = 16 * 2**20  # 61 layers x 320 slots with their map take 0.3 MB
 MAX_REDUNDANT = 1023
-EXPERIMENTAL = "experimental: vLLM 0.33.0 reads no mapping; the format is that of its PR 41141"
+EXPERIMENTAL = "vLLM 0.33.0 reads no mapping; the format is that of its PR 41141"
 
 
 @dataclass

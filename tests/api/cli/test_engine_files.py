@@ -120,6 +120,38 @@ def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path:
     )
 
 
+@pytest.mark.parametrize("target", ["sglang", "ascend", "eplb"])
+def test_plan_from_the_file_that_it_wrote_keeps_it(dump: Path, tmp_path: Path, target: str) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    eplb("plan", dump, *GROUP, "--target", target, "-o", first)
+    again = eplb("plan", dump, *GROUP, "--target", target, "--current", first, "-o", second)
+
+    assert "decision: KEEP" in again.output
+    assert "cost: no expert moves" in again.output
+    in_order = "has layers 0, 1 (ordinal), the load 1, 2 (model): taken for the same layers"
+    assert (in_order in again.output) == (target == "ascend")
+
+
+@pytest.mark.parametrize(
+    ("held", "layers", "why"),
+    [
+        (np.arange(16)[None] % 8, (1,), "has 16 slots for 8 experts, the plan 12 for 8"),
+        (np.arange(12)[None] % 8, (1,), "has layers 1 (model), the load 1, 2 (model)"),
+        (np.tile(np.arange(12) % 8, (2, 1)), (2, 3), "has layers 2, 3 (model), the load 1, 2"),
+    ],
+)
+def test_plan_states_why_the_serving_placement_does_not_fit(
+    dump: Path, tmp_path: Path, held: np.ndarray, layers: tuple[int, ...], why: str
+) -> None:
+    serving = PlacementFile(Placement(held, 8), Layers(layers, "model"))
+    write_placement(serving, "eplb", tmp_path / "serving.json", WriteOptions(4))
+    words = ("--target", "eplb", "--current", tmp_path / "serving.json", "-o", tmp_path / "o.json")
+
+    said = eplb("plan", dump, *GROUP, *words).output
+    assert why in said
+    assert said.count(": planned fresh") == 1
+
+
 def test_plan_states_what_groups_on_nodes_cost_in_balance(dump: Path, tmp_path: Path) -> None:
     load = read_load(str(dump), ReadOptions(layer_ids=(1, 2)))
     model = ModelShape((1, 2), 8, 2, 1, 1, num_expert_groups=2, expert_bytes=1)
@@ -135,6 +167,28 @@ def test_plan_states_what_groups_on_nodes_cost_in_balance(dump: Path, tmp_path: 
     kept, free = re.findall(r"imbalance (\S+) as decided, (\S+) with groups spread", notes(2))[0]
     assert float(free) < float(kept) - 0.3
     assert "groups" not in notes(1)
+
+
+def test_windows_without_tokens_are_left_out_and_noted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    busy = rng.poisson([2000, 100, 100, 100, 100, 100, 100, 100], (6, 3, 8))
+    busy[:, 1] = 0
+    with_idle = np.concatenate((busy, np.zeros((2, 3, 8), dtype=np.int64)))
+    np.savez(tmp_path / "busy.npz", load=busy)
+    np.savez(tmp_path / "idle.npz", load=with_idle)
+    note = "note: 2 of 8 windows have no tokens and are left out"
+
+    def planned(name: str) -> str:
+        words = ("--target", "eplb", "-o", tmp_path / "o.json")
+        return eplb("plan", tmp_path / name, *GROUP, *words).output
+
+    assert figures(planned("idle.npz"), "before") == figures(planned("busy.npz"), "before")
+    assert note in planned("idle.npz")
+    assert "left out" not in planned("busy.npz")
+    assert "note: layers 1 have no tokens in any window" in planned("busy.npz")
+    simulated = eplb("simulate", tmp_path / "idle.npz", "--ranks", 4, "--policy", "contiguous")
+    assert note in simulated.output
+    assert "note: layers 1 have no tokens in any window" in simulated.output
 
 
 def test_convert_carries_a_placement_between_engines(dump: Path, tmp_path: Path) -> None:
@@ -168,6 +222,28 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "last"),
+    [
+        ("eplb", "eplb accepts it"),
+        ("vllm", "a build of vllm with this format accepts it"),
+    ],
+)
+def test_validate_names_the_builds_that_accept_the_format(
+    dump: Path, tmp_path: Path, target: str, last: str
+) -> None:
+    out = tmp_path / "out.json"
+    planned = eplb("plan", dump, *GROUP, "--target", target, "-o", out)
+
+    done = eplb("validate", out, "--target", target, *GROUP, "--layer-ids", "1,2")
+
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == last
+    unread = "vLLM 0.33.0 reads no mapping; the format is that of its PR 41141"
+    assert (f"\nwarning experimental: {unread}\n" in done.output) == (target == "vllm")
+    assert (f"\nnote: {unread}\n" in planned.output) == (target == "vllm")
+
+
+@pytest.mark.parametrize(
     ("arguments", "why"),
     [
         (("plan", "none.pt", *GROUP, "--target", "vllm", "-o", "o"), "none.pt does not exist"),
@@ -190,7 +266,10 @@ def test_validate_lists_errors_with_status_1(tmp_path: Path) -> None:
             ("plan", "DUMP", *GROUP, "--target", "vllm", "--policy", "x", "-o", "o"),
             "unknown policy",
         ),
-        (("plan", "none.csv", *GROUP, "--target", "vllm", "-o", "o"), "no layer has tokens"),
+        (
+            ("plan", "none.csv", *GROUP, "--target", "vllm", "-o", "o"),
+            "all counts of its 1 window are 0",
+        ),
         (("convert", "DUMP", "--to", "vllm", "-o", "o"), "use eplb plan"),
         (("convert", "DUMP", "--to", "x", "-o", "o"), "load is not written as 'x'"),
         (("validate", "DUMP", "--target", "vllm"), "holds load without a map"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from api.cli.main import app
 from eplb import ModelShape, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.common.fsck.report import BEGUN, FAULT
+from rebalance.engines.common.fsck.report import BEGUN, FAULT, ROUND
 from telemetry.state.runs import RunInfo, group_name
 from tests.support.stores import sqlite_store
 
@@ -56,12 +56,36 @@ def test_fsck_shows_the_faults_of_each_group_by_its_name(path: Path) -> None:
     assert found.exit_code == 1
     assert found.output.splitlines() == [
         "r1/pp0: run vllm-r1/pp0: 2 of 2 ranks check, 0 complete rounds",
-        "r1/pp0: 0 faults",
+        "r1/pp0: 0 faults so far: not every slot has been checked",
         "r1/pp1: run vllm-r1/pp1: 2 of 2 ranks check, 0 complete rounds",
         "r1/pp1: rank 1: layer 3 slot 2: planted",
-        "r1/pp1: 1 fault",
+        "r1/pp1: 1 fault so far: not every slot has been checked",
     ]
     assert run(path, "fsck", deployment=GROUPS[0]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "rounds", "last", "status"),
+    [
+        ("", (1, 2), "0 faults", 0),
+        ("", (1, 0), "0 faults so far: not every slot has been checked", 0),
+        ("off", (), "0 faults: no rank checks", 2),
+    ],
+)
+def test_fsck_states_whether_all_slots_were_checked(
+    tmp_path: Path, reason: str, rounds: tuple[int, ...], last: str, status: int
+) -> None:
+    path = tmp_path / "store.sqlite"
+    with closing(sqlite_store(path, "r1")) as store:
+        store.begin_run(RunInfo("run", 5.0, *SHAPE, 10))
+        for rank in range(2):
+            store.add_event(BEGUN, {"run": "run", "rank": rank, "reason": reason})
+        for rank, number in enumerate(rounds):
+            store.add_event(ROUND, {"run": "run", "rank": rank, "rounds": number})
+
+    found = run(path, "fsck")
+
+    assert (found.output.splitlines()[-1], found.exit_code) == (last, status)
 
 
 def test_status_shows_each_group_by_its_name(path: Path) -> None:

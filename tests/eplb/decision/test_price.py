@@ -75,6 +75,17 @@ def test_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
     assert "40% of the gain expected to last: saves 0.8 s in 10 s, costs 1 s" in reason
 
 
+@pytest.mark.parametrize(
+    ("after", "worse"), [(1.277, " and the plan is worse"), (1.038, ""), (1.02, "")]
+)
+def test_gate_says_noise_of_the_serving_placement_alone(after: float, worse: str) -> None:
+    decision, reason = decide(Outlook(1.038, after, 0.042, 4, cost_s=0.9), CostModel())
+
+    assert decision is Decision.KEEP
+    noise = "1.038 is within the sampling noise of a window (1.042)"
+    assert reason == f"imbalance 1.038 -> {after:.3f}: {noise}{worse}"
+
+
 def test_placement_without_unseen_windows_is_kept() -> None:
     load = np.repeat(HOT_FIRST[None], 4, axis=0)
 

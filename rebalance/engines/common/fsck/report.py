@@ -55,6 +55,8 @@ class Report:
         refused = [f"rank {rank} does not check: {why}" for rank, why in self.ranks.items() if why]
         parts = [f"rank {rank}: {text}" for rank, text in self.parts.items() if text]
         last = counted(len(self.faults), "fault")
+        if not rounds:
+            last += " so far: not every slot has been checked" if checking else ": no rank checks"
         if self.num_repaired:
             last += f", {counted(self.num_repaired, 'slot')} repaired from kept records"
         return [first, *parts, *refused, *self.faults, last]
