@@ -92,8 +92,8 @@ def busy_windows(
     Raises:
         HistoryError: no window has tokens.
     """
-    has_tokens = history.tokens.any(axis=2)  # [T, L]
-    busy, served = has_tokens.any(axis=1), has_tokens.any(axis=0)
+    routed = history.tokens.sum(axis=2)  # [T, L]
+    busy, served = routed.any(axis=1), routed.any(axis=0)
     total = counted(history.num_windows, "window")
     if not busy.any():
         raise HistoryError(
@@ -106,7 +106,7 @@ def busy_windows(
         notes.append(f"{num_idle} of {total} have no tokens and are left out")
         history = history.of_windows(np.flatnonzero(busy))
     if not served.all():
-        idle = spans([layer_ids[row] for row in np.flatnonzero(~served)])
+        idle = spans([layer_ids[row] for row in np.flatnonzero(~served).tolist()])
         notes.append(f"layers {idle} have no tokens in any window: their imbalance counts as 1.0")
     return history, tuple(notes)
 
