@@ -251,7 +251,7 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
                 body.id or secrets.token_hex(4),
                 wanted,
                 asked=asked,
-                members=members,
+                alive=topology.alive.tolist(),
                 reason=body.reason,
                 by=call.actor.name,
                 expected=expected,

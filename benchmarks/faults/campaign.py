@@ -206,11 +206,12 @@ class Case:
     def want(self, ranks: set[int]) -> None:
         """Ask for these ranks to serve."""
         name, given = f"{self._name} {len(self._operations)}", sorted(ranks)
+        stepping = self.host.stepping(MEMBER_S)
         self.store.change_membership(
             name,
             given,
             asked=given,
-            members=self.host.stepping(MEMBER_S),
+            alive=[rank in stepping for rank in range(self.host.num_ranks)],
             reason=self.kind,
             by="campaign",
             within_s=OPERATION_S,

@@ -203,13 +203,12 @@ class PlannedControl(MembershipControl):
         if not wanted or shortage(wanted, experts, topology, spares):
             return
         self._num_asked += 1
-        members = np.flatnonzero(topology.alive).tolist()
         try:
             store.change_membership(
                 f"op-{self._num_asked}",
                 wanted,
                 asked=list(wanted),
-                members=members,
+                alive=topology.alive.tolist(),
                 reason="a test",
                 by="a test",
                 within_s=None if self.is_quiet else rng.choice([None, 3.0, 30.0]),

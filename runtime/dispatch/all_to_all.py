@@ -187,9 +187,6 @@ class AllToAllDispatcher:
         per_pair = per_pair.view(*ticket.weights.shape, results.shape[1])
         return (per_pair * ticket.weights[..., None]).sum(dim=1).to(results.dtype)
 
-    def close(self) -> None:
-        """Release nothing: the group belongs to the caller."""
-
     def _exchange_counts(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
         mine = self._slots_of_rank[self._here]
         received = counts.new_empty(self._num_ranks * mine)

@@ -349,11 +349,7 @@ class DeepEPByPhase:
                 "hosts both modes need NVSHMEM, which a process starts once and for one of them"
             )
         self._normal = DeepEPNormal(shape, group, counter, use_fp8=use_fp8)
-        try:
-            self._low_latency = DeepEPLowLatency(shape, group, counter, use_fp8=use_fp8)
-        except ConfigError:
-            self._normal.close()
-            raise
+        self._low_latency = DeepEPLowLatency(shape, group, counter, use_fp8=use_fp8)
         self._mode: DeepEPNormal | DeepEPLowLatency = self._normal
 
     def begin_pass(self, phase: Phase) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -35,11 +34,6 @@ from runtime.dispatch.all_to_all import (
 )
 from runtime.group import first_refusal
 
-if TYPE_CHECKING:
-    from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal
-
-# Those of ``DISPATCHERS``, which can be closed; a dispatcher of a host application need not.
-Shipped = Union[AllToAllDispatcher, "DeepEPByPhase", "DeepEPLowLatency", "DeepEPNormal"]
 DISPATCHERS = ("deepep_low_latency", "deepep_normal", "deepep_by_phase", "all_to_all")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TOLERANCE_FP8 = 5e-2  # for rows that travel as FP8
@@ -79,7 +73,7 @@ def choose_dispatcher(
         )
     refusals: list[str] = []
     for candidate in DISPATCHERS if name == "auto" else (name,):
-        made: Shipped | None = None
+        made: Dispatcher | None = None
         try:
             made = _makers(trial, counter, group, max_tokens)[candidate]()
             wrong = check_dispatcher(made, counter, trial, group)
@@ -90,14 +84,12 @@ def choose_dispatcher(
             passed = f"{candidate} gives right results on {group.size()} ranks"
             return made, "; ".join([passed, *refusals])
         refusals.append(f"{candidate} refused: {wrong}")
-        if made is not None:
-            made.close()  # collective: a maker succeeds on all ranks or on none
     raise ConfigError("; ".join(refusals))
 
 
 def _makers(
     trial: Trial, counter: SlotCounter, group: dist.ProcessGroup, max_tokens: int
-) -> dict[str, Callable[[], Shipped]]:
+) -> dict[str, Callable[[], Dispatcher]]:
     # Imported here: the module is about a library that need not be installed.
     from runtime.dispatch.deepep import DeepEPByPhase, DeepEPLowLatency, DeepEPNormal, DeepEPShape
 

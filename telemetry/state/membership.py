@@ -95,7 +95,7 @@ class MembershipPart(Part):
         wanted: Collection[int],
         *,
         asked: Any,
-        members: Collection[int],
+        alive: Sequence[bool],
         reason: str,
         by: str,
         expected: int | None = None,
@@ -107,7 +107,8 @@ class MembershipPart(Part):
             change_id: made by who asks.
             wanted: ranks that should serve.
             asked: JSON-ready: what was asked for, which a repetition has to equal.
-            members: ranks that serve now; where these are wanted, the operation is done at once.
+            alive: [R] which ranks of the topology serve now; where these are wanted, the operation
+                is done at once.
             reason: stored with it.
             by: who asks.
             expected: the epoch that the caller has read; None: whatever it is.
@@ -117,7 +118,7 @@ class MembershipPart(Part):
             MembershipRefused: another operation is open, or the id asked for something else.
             StaleRevision: the ranks have changed since ``expected``.
         """
-        wanted, now = tuple(sorted(set(wanted))), tuple(sorted(members))
+        wanted, now = tuple(sorted(set(wanted))), _serving(alive)
         asked = as_stored({"asked": asked})["asked"]
 
         def decision(change: Change) -> MembershipChange:
@@ -140,7 +141,8 @@ class MembershipPart(Part):
                     f"operation {latest.id!r} is open, which wants ranks {list(latest.wanted)}, "
                     "expected none: wait for its end, or cancel it"
                 )
-            before = now if latest is None else latest.should_serve
+            # Not those that serve now: where a rank has died, it was not asked to leave.
+            before = tuple(range(len(alive))) if latest is None else latest.should_serve
             until = None if within_s is None else change.time + within_s
             made = MembershipChange(
                 change_id, asked, wanted, before, reason, by, change.time, epoch, until=until
@@ -191,7 +193,7 @@ def note_run(change: Change, alive: Sequence[bool], before: int) -> None:
         if not latest.ended:
             _end(change, latest, "cancelled", f"{len(alive)} ranks start in place of {before}")
         change.delete(HEAD, CHANGE)
-    elif not latest.ended and latest.wanted == tuple(r for r, is_in in enumerate(alive) if is_in):
+    elif not latest.ended and latest.wanted == _serving(alive):
         _end(change, latest, "done", "the wanted ranks serve")
 
 
@@ -208,11 +210,11 @@ def check_wanted(change: Change, alive: Sequence[bool], following: Collection[in
     """
     if (latest := change_in(change)) is None:
         return
-    wanted, members = latest.should_serve, [rank for rank, is_in in enumerate(alive) if is_in]
+    wanted, members = latest.should_serve, _serving(alive)
     if ranks := unwanted(wanted, members, following):
         raise StaleGeneration(
-            f"a group of ranks {sorted(following)} cannot follow that of ranks {members}: ranks "
-            f"{sorted(wanted)} should serve, found {list(ranks)} to join or to leave"
+            f"a group of ranks {sorted(following)} cannot follow that of ranks {list(members)}: "
+            f"ranks {sorted(wanted)} should serve, found {list(ranks)} to join or to leave"
         )
 
 
@@ -227,6 +229,10 @@ def put_change(change: Change, made: MembershipChange) -> None:
     ranks = sorted({*made.wanted} ^ {*made.before})
     told = {"id": made.id, "state": made.ended or "open", "wanted": made.wanted, "ranks": ranks}
     change.append(MEMBERS, to_json(told | {"reason": made.why or made.reason, "actor": made.by}))
+
+
+def _serving(alive: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(rank for rank, is_in in enumerate(alive) if is_in)
 
 
 def _change_of(text: str | bytes) -> MembershipChange:

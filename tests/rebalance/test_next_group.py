@@ -91,6 +91,9 @@ def test_ready_ranks_wait_for_the_others_that_should_serve_while_they_gather() -
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 
 
+TWO_OF_THREE = (True, True, False)
+
+
 class LowestMember:
     """Rank 0 of two that serve, which looks for a third one; seconds pass as the test says."""
 
@@ -136,8 +139,9 @@ def test_operation_fails_after_five_proposals_of_a_rank_that_never_comes(
     monkeypatch.setattr(next_group, "FORM_DEADLINE_S", 0.001)
     monkeypatch.setattr(next_group, "GATHER_S", 0.0)
     member = LowestMember()
+    member.store.change_membership("none", (0, 1), asked=0, alive=TWO_OF_THREE, reason="", by="")
     asked = member.store.change_membership(
-        "grow", (0, 1, 2), asked="grow", members=(0, 1), reason="test", by="test"
+        "grow", (0, 1, 2), asked="grow", alive=TWO_OF_THREE, reason="test", by="test"
     )
 
     seen = [member.look() for _ in range(70)]
@@ -154,8 +158,8 @@ def test_proposal_is_void_once_its_operation_is_cancelled(monkeypatch: pytest.Mo
     monkeypatch.setattr(next_group, "FORM_DEADLINE_S", 0.001)
     monkeypatch.setattr(next_group, "GATHER_S", 0.0)
     member = LowestMember()
-    member.store.change_membership("none", (0, 1), asked=0, members=(0, 1), reason="", by="")
-    member.store.change_membership("grow", (0, 1, 2), asked=1, members=(0, 1), reason="", by="")
+    member.store.change_membership("none", (0, 1), asked=0, alive=TWO_OF_THREE, reason="", by="")
+    member.store.change_membership("grow", (0, 1, 2), asked=1, alive=TWO_OF_THREE, reason="", by="")
     assert member.look() is not None
     assert member.part._standing() is not None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,69 +214,3 @@ def test_broken_exchange_names_the_rank_and_the_layer(run_ranks: RunRanks) -> No
 
     expected = "rank 0: the counts exchange of layer 3 failed, a peer is dead or late: "
     assert said.startswith(expected)
-
-
-class HostBuffer:
-    """Memory of a ``deep_ep`` without kernels, built without NVSHMEM or with it."""
-
-    has_nvshmem = True
-    open: ClassVar[list[HostBuffer]] = []  # made and not destroyed
-
-    def __init__(
-        self,
-        _: dist.ProcessGroup,
-        *,
-        explicitly_destroy: bool,
-        low_latency_mode: bool = False,
-        **__: int,
-    ) -> None:
-        if low_latency_mode and not self.has_nvshmem:
-            raise RuntimeError("NVSHMEM is disabled during compilation")
-        assert explicitly_destroy
-        self.open.append(self)
-
-    def destroy(self) -> None:
-        self.open.remove(self)
-
-    @staticmethod
-    def set_num_sms(_: int) -> None: ...
-
-    @staticmethod
-    def get_dispatch_config(_: int) -> Config:
-        return Config(256, 132)
-
-    get_combine_config = get_dispatch_config
-
-    @staticmethod
-    def get_low_latency_rdma_size_hint(*_: int) -> int:
-        return 4096
-
-
-@pytest.mark.parametrize(
-    ("name", "has_nvshmem", "reason"),
-    [
-        ("deepep_low_latency", True, "12 tokens in one step, expected at most 4"),
-        ("deepep_by_phase", False, "deep_ep cannot serve low-latency mode here"),
-    ],
-)
-def test_refused_dispatcher_releases_its_buffers(
-    name: str,
-    has_nvshmem: bool,
-    reason: str,
-    run_ranks: RunRanks,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(HostBuffer, "has_nvshmem", has_nvshmem)
-    library = ModuleType("deep_ep")
-    library.__dict__["Buffer"] = HostBuffer
-    monkeypatch.setitem(sys.modules, "deep_ep", library)
-    trial = replace(TRIAL, topology=Topology.uniform(1, 2, 4))
-
-    def ask(_: int) -> tuple[str, int]:
-        with pytest.raises(ConfigError) as caught:
-            choose_dispatcher(name, trial, SlotCounter(1, 4), group(), max_tokens=4)
-        return str(caught.value), len(HostBuffer.open)
-
-    for said, num_open in run_ranks(2, ask):
-        assert reason in said
-        assert num_open == 0

@@ -52,7 +52,8 @@ def start_serving(folder: Path, start_demo: StartDemo, **settings: Any) -> Any:
 
 def want(demo: Any, name: str, ranks: Sequence[int], now: Sequence[int]) -> None:
     with closing(open_store(demo.state_dir / "store.sqlite", "demo")) as store:
-        store.change_membership(name, ranks, asked=name, members=now, reason=name, by="test")
+        alive = [rank in now for rank in ALL]
+        store.change_membership(name, ranks, asked=name, alive=alive, reason=name, by="test")
 
 
 def rank_pids(demo: Any) -> dict[str, int]:

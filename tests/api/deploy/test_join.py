@@ -74,7 +74,8 @@ class FirstHost(OneHost):
 
     def want(self, *ranks: int) -> None:
         name = f"ranks {ranks}"
-        self.store.change_membership(name, ranks, asked=name, members=[0], reason=name, by="test")
+        alive = (True, False)
+        self.store.change_membership(name, ranks, asked=name, alive=alive, reason=name, by="test")
 
     def start_cache_of(self, host: int, **environ: str) -> CommandProcess:
         cache = self.start("eplb", "host-cache", "--host", str(host), **environ)

@@ -138,7 +138,7 @@ def test_first_lines_say_who_paused_what_waits_and_why_nothing_moved(
 def test_open_operation_on_ranks_is_shown_with_the_time_until_it_fails(
     tmp_path: Path, store: StateStore
 ) -> None:
-    asked = {"asked": {"to": 1}, "members": (0, 1), "reason": "night", "by": "ops"}
+    asked = {"asked": {"to": 1}, "alive": (True, True), "reason": "night", "by": "ops"}
     store.change_membership("down", (0,), within_s=NEVER_S, **asked)
 
     line = run(tmp_path)[1]

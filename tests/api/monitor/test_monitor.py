@@ -417,8 +417,9 @@ def test_picture_shows_open_operation_and_no_load_of_a_rank_that_is_gone() -> No
     begin_run(store, "a", NOW, topology=survivors, window_steps=2)
     store.report(state(0))
     store.append([sample(0, 0, [60, 20])])
-    change = {"asked": {"to": 2}, "members": (0,), "reason": "r", "by": "b", "within_s": 120}
-    store.change_membership("grow", (0, 1), **change)
+    change: dict[str, Any] = {"asked": {}, "alive": (True, False), "reason": "r", "by": "b"}
+    store.change_membership("shrink", (0,), **change)
+    store.change_membership("grow", (0, 1), within_s=120, **change)
 
     shown = printed(looked_at(store), 80, 24)
 
@@ -440,8 +441,8 @@ def test_rank_that_does_not_serve_by_order_is_not_called_silent_or_gone(
     store.report(state(0))
     asked: dict[str, Any] = {"asked": {}, "reason": "night", "by": "alice"}
     if phase == "joining":
-        store.change_membership("op-0", [0], members=[0], **asked)
-    store.change_membership("op-1", wanted, members=members, **asked)
+        store.change_membership("op-0", [0], alive=[True, False], **asked)
+    store.change_membership("op-1", wanted, alive=alive.alive.tolist(), **asked)
 
     seen = seen_by(store)
 

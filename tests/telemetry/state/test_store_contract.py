@@ -93,7 +93,7 @@ def publish(store: StateStore, n: int) -> bool:
 
 def ask(store: StateStore, n: int) -> bool:
     return store.change_membership(
-        str(n), {0}, asked={"to": 1}, members={0, 1}, reason="race", by=""
+        str(n), {0}, asked={"to": 1}, alive=[True, True], reason="race", by=""
     ).id == str(n)
 
 
@@ -381,7 +381,7 @@ def test_membership_operation_ends_with_the_run_of_its_ranks(open_stores: OpenSt
     assert (store.membership_change(), store.wanted_ranks(), store.epoch()) == (None, None, 0)
     store.begin_run(replace(RUN, topology={"alive": [True, True]}))
     asked = store.change_membership(
-        "op-1", [0], asked={"to": 1}, members=[1, 0], reason="save", by="alice"
+        "op-1", [0], asked={"to": 1}, alive=[True, True], reason="save", by="alice"
     )
     assert other.membership_change() == other.change_of_id("op-1") == asked
     assert (asked.ended, store.wanted_ranks(), asked.before, asked.time) == (
@@ -577,7 +577,8 @@ def test_planned_group_is_refused_once_its_operation_has_ended(
 ) -> None:
     store = committed_first(any_store)
     store.begin_run(replace(RUN, topology={"alive": [True, True, False]}))
-    store.change_membership("one", wanted, asked=1, members=(0, 1), reason="", by="")
+    alive = [True, True, False]
+    store.change_membership("one", wanted, asked=1, alive=alive, reason="", by="")
     planned = replace(RECORD, survivors=following, generation=1, plan_id=0, applied=0)
 
     with pytest.raises(StaleGeneration, match=rf"found {re.escape(str(unwanted))} to join"):

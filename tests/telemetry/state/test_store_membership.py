@@ -24,7 +24,7 @@ def ask(store: StateStore, wanted: tuple[int, ...], **changes: Any) -> Membershi
     values: dict[str, Any] = {
         "change_id": "op-1",
         "asked": {"to": len(wanted)},
-        "members": ALL,
+        "alive": [True] * 4,
         "reason": "fewer",
         "by": "alice",
     }
@@ -69,7 +69,7 @@ def test_stale_epoch_is_refused_and_changes_nothing(store: StateStore) -> None:
 
 
 def test_operation_that_wants_the_ranks_that_serve_is_done_at_once(store: StateStore) -> None:
-    done = ask(store, (0, 1, 2), members=(2, 1, 0))
+    done = ask(store, (0, 1, 2), alive=[True, True, True, False])
 
     assert (done.ended, done.should_serve) == ("done", (0, 1, 2))
 
@@ -86,7 +86,7 @@ def test_open_operation_has_the_seconds_until_its_deadline(store: StateStore) ->
 def test_operation_without_success_leaves_wanted_what_was_wanted_before(
     store: StateStore, ended: Any
 ) -> None:
-    ask(store, (0, 1, 2), members=(0, 1, 2))
+    ask(store, (0, 1, 2), alive=[True, True, True, False])
     ask(store, (0, 1), change_id="op-2")
 
     assert store.end_membership_change("op-2", ended, why="it was")
@@ -94,6 +94,17 @@ def test_operation_without_success_leaves_wanted_what_was_wanted_before(
     latest = store.membership_change()
     assert latest is not None
     assert (latest.wanted, latest.should_serve) == ((0, 1), (0, 1, 2))
+
+
+@pytest.mark.parametrize("ended", ["failed", "cancelled"])
+def test_first_operation_without_success_leaves_all_ranks_wanted_where_one_had_died(
+    store: StateStore, ended: Any
+) -> None:
+    assert ask(store, (0, 1), alive=[True, True, True, False]).before == ALL
+
+    assert store.end_membership_change("op-1", ended, why="it was")
+
+    assert store.wanted_ranks() == ALL
 
 
 def test_operation_outlasts_the_loss_of_the_store(store: StateStore) -> None:

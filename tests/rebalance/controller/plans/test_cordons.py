@@ -73,7 +73,7 @@ def test_drained_rank_is_emptied_whatever_the_triggers_and_stays_empty(
 
 def wants(deployment: Deployment, *ranks: int) -> str:
     """Ask for an operation after which just these ranks serve."""
-    asked: dict[str, Any] = {"asked": list(ranks), "members": range(3), "reason": "4711", "by": ""}
+    asked: dict[str, Any] = {"asked": list(ranks), "alive": [True] * 3, "reason": "4711", "by": ""}
     return deployment.store.change_membership(f"op-{len(ranks)}", ranks, **asked).id
 
 
@@ -134,7 +134,7 @@ def test_operation_that_waits_for_a_rank_fails_at_its_deadline_with_what_it_wait
     deployment.store.commit(survived, expected=0, reason="rank 1 died")
     left = replace(TOPOLOGY, alive=np.array([True, False, True]))
     died = Deployment(deployment.store, run="run-2", topology=left, model=MODEL)
-    asked: dict[str, Any] = {"asked": 3, "members": [0, 2], "reason": "4711", "by": ""}
+    asked: dict[str, Any] = {"asked": 3, "alive": [True, False, True], "reason": "4711", "by": ""}
     died.store.change_membership("op-1", range(3), within_s=within_s, **asked)
 
     died.controller().turn()
@@ -144,7 +144,7 @@ def test_operation_that_waits_for_a_rank_fails_at_its_deadline_with_what_it_wait
     assert found.ended == ended
     if ended:
         assert found.why == "not done within 0 s, waiting: not ready to be admitted: rank 1"
-        assert found.should_serve == (0, 2)
+        assert found.should_serve == (0, 1, 2)  # as before: rank 1 died, nobody asked it to leave
 
 
 def test_approval_of_a_drain_needs_no_word_on_what_it_costs(deployment: Deployment) -> None:
