@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from eplb.core.kernels import Kernel, kernel_for
 from eplb.core.load import LoadHistory
@@ -93,8 +92,8 @@ def busy_windows(
     Raises:
         HistoryError: no window has tokens.
     """
-    has_tokens: NDArray[np.bool_] = (history.tokens > 0).any(axis=2)  # [T, L]
-    busy, served = has_tokens.any(axis=1), has_tokens.any(axis=0)
+    routed = history.tokens.sum(axis=2)  # [T, L]
+    busy, served = routed.any(axis=1), routed.any(axis=0)
     total = counted(history.num_windows, "window")
     if not busy.any():
         raise HistoryError(
