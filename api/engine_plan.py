@@ -300,13 +300,13 @@ def _serving(
     if old.axis != "ordinal" and new.axis == "model" and set(new.ids) <= set(old.ids):
         found = found.of_layers(np.searchsorted(old.ids, new.ids))
     elif (old.ids, old.axis) != (new.ids, new.axis):
-        said = (
+        difference = (
             f"the placement that serves has layers {spans(old.ids)} ({old.axis}), the load "
             f"{spans(new.ids)} ({new.axis})"
         )
         if "ordinal" not in (old.axis, new.axis) or len(old.ids) != len(new.ids):
-            return None, (f"{said}: planned fresh",)
-        notes = (f"{said}: taken for the same layers in order",)
+            return None, (f"{difference}: planned fresh",)
+        notes = (f"{difference}: taken for the same layers in order",)
     return found.with_generation(max(found.generation, 0)), notes
 
 

@@ -41,9 +41,8 @@ class BackgroundReader:
         self._lock = threading.Lock()
         self._latest: Reading | None = None
         self._unread = monitor.unread()  # what is known while nothing was read
-        self._has_looked = (
-            threading.Event()
-        )  # set after the first look at the store, also one that failed
+        # Set after the first look at the store, also one that failed.
+        self._has_looked = threading.Event()
         self._listeners: frozenset[Callable[[], None]] = frozenset()  # replaced, never changed
         self._read_at, self._failure = clock(), ""
         self._stopped = threading.Event()

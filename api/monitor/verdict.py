@@ -309,9 +309,8 @@ def _processes(state: State) -> Iterator[Symptom]:
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
-            is_ready = (
-                one.state is ProcessState.DOWN
-            )  # known by its heartbeat; ranks serve without it
+            # An end is known by the heartbeat, and ranks serve without the process.
+            is_ready = one.state is ProcessState.DOWN
             since = state.time - one.report_age_s
             yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from telemetry.state.store import StateStore
 
 OF_CORDONS = (ProblemType.NO_SUCH_RANK, ProblemType.NO_RUN, ProblemType.IMPOSSIBLE_CORDON)
-MOST_TRIES = (
-    8  # attempts where another change of live settings comes first and the request has no revision
-)
+# Attempts where another change of live settings comes first and the request has no revision.
+MOST_TRIES = 8
 RankState = Literal["open", "cordoned", "draining", "drained"]
 
 

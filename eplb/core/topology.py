@@ -35,9 +35,8 @@ class Topology:
     slots_of_rank: NDArray[np.int32]  # [R]
     host_of_rank: NDArray[np.int32] = field(default_factory=unset)  # [R]; default: as node_of_rank
     failure_domain: NDArray[np.int32] = field(default_factory=unset)  # [R]; default: host_of_rank
-    rank_speed: NDArray[np.float64] = field(
-        default_factory=unset
-    )  # [R]; 1.0, the default, is nominal
+    # [R]; 1.0, the default, is nominal
+    rank_speed: NDArray[np.float64] = field(default_factory=unset)
     alive: NDArray[np.bool_] = field(default_factory=unset)  # [R]; default: all
     drained: NDArray[np.bool_] = field(default_factory=unset)  # [R] hold nothing; default: none
 

@@ -64,9 +64,8 @@ class LiveState:
     revision: int = 0  # grows with each change; 0: nothing was ever set
     static: Mapping[str, Value] = field(default_factory=dict)
     live: Mapping[str, Value] = field(default_factory=dict)
-    changes: Mapping[str, LiveChange] = field(
-        default_factory=dict
-    )  # latest change of each live value, by name
+    # Latest change of each live value, by name.
+    changes: Mapping[str, LiveChange] = field(default_factory=dict)
     until: Mapping[str, float] = field(default_factory=dict)  # end of live values set for a time
 
     def __post_init__(self) -> None:

@@ -66,9 +66,8 @@ class RankState:
     mover_failures: int = 0
     progress_age_s: float = 0.0  # since the last progress of the thread with the least
     progress_of: str = ""  # that thread, and its work
-    detail: Details = field(
-        default_factory=dict
-    )  # shown to people: bytes_by_source, swap pauses, ...
+    # Shown to people (bytes_by_source, swap pauses, ...), but for ``progress_thread``.
+    detail: Details = field(default_factory=dict)
 
     @property
     def report_every_s(self) -> float:

@@ -50,9 +50,8 @@ class TaskResult:
 
     error: str = ""  # why it failed
     plan_id: int = 0  # plan id of the migration that was published for it; 0: none
-    detail: Details = field(
-        default_factory=dict
-    )  # shown to people; its keys depend on the kind of task
+    # Shown to people; its keys depend on the kind of task.
+    detail: Details = field(default_factory=dict)
     refusal: str = ""  # a Refusal; "": an unexpected error
 
 

@@ -69,7 +69,7 @@ class StepOptions:
         str | None,
         typer.Option(
             help="A known model: sizes and bytes of its experts, and expert groups, which stay on "
-            "nodes."
+            "nodes with --prefill."
         ),
     ] = None
     hardware: Annotated[

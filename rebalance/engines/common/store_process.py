@@ -155,24 +155,24 @@ class StoreProcess:
 
     def _serve(self) -> None:
         """Start the process, send it what waits, and read its replies until it ends."""
-        ours, theirs = Pipe()
-        with theirs:
+        connection, of_process = Pipe()
+        with of_process:
             child = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", MODULE, str(of_process.fileno())],
+                pass_fds=[of_process.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt of the engine does not end it
             )
         self._child = child
         try:
-            with ours, suppress(EOFError, ConnectionError):
-                ours.send_bytes(to_bytes(self._identity))
-                self._begin(ours)
-                while not self._is_all_sent(ours):
-                    if ours.poll(LOOK_S):
-                        self._take(from_bytes(ours.recv_bytes()))
+            with connection, suppress(EOFError, ConnectionError):
+                connection.send_bytes(to_bytes(self._identity))
+                self._begin(connection)
+                while not self._send_waiting(connection):
+                    if connection.poll(LOOK_S):
+                        self._take(from_bytes(connection.recv_bytes()))
                 while True:
-                    self._take(from_bytes(ours.recv_bytes()))
+                    self._take(from_bytes(connection.recv_bytes()))
         finally:
             if not self._end.is_set():
                 child.kill()
@@ -186,7 +186,7 @@ class StoreProcess:
             # Its question was of the process that died.
             connection.send_bytes(to_bytes(replace(self._map, question=None)))
 
-    def _is_all_sent(self, connection: Connection) -> bool:
+    def _send_waiting(self, connection: Connection) -> bool:
         """Send what waits and the device has copied; whether that was all, and the end after it."""
         while self._waiting:
             copied, make = self._waiting[0]
