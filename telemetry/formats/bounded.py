@@ -165,9 +165,10 @@ def check_whole(
     Raises:
         HistoryError: it is not.
     """
-    found = getattr(values, "shape", None)
-    is_shape = found is not None and len(found) == len(shape)
-    if not is_shape or any(want not in (None, n) for want, n in zip(shape, found, strict=True)):
+    found: tuple[int, ...] = getattr(values, "shape", ())
+    if len(found) != len(shape) or any(
+        want not in (None, n) for want, n in zip(shape, found, strict=True)
+    ):
         wanted = ", ".join("any" if length is None else str(length) for length in shape)
         raise HistoryError(f"{where} has shape {found}, expected integers [{wanted}]")
     if values.dtype.kind not in "iu":
