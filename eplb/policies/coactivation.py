@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.jit import FloatArray, IntArray, copy_into, inner, kernel
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
+from eplb.shares.traffic import share_by_node
 
 WARM, COLD = 1e-2, 1e-5  # first and last temperature, in imbalance
 DEFAULT_STEPS = 200_000  # swaps that are tried in a layer: a second for ten layers
@@ -50,9 +51,9 @@ def nodes_per_token(
     The replica of each expert is chosen by its share, independently of the token's other experts.
     """
     nodes = np.zeros(len(expert_ids))
+    part = share_by_node(placement.slot_share, placement, topology)  # [L, E, N]
     for layer, ids in enumerate(expert_ids):
-        part = _part_on_node(placement, topology, layer)
-        absent = np.where((ids >= 0)[:, :, None], 1.0 - part[ids], 1.0)
+        absent = np.where((ids >= 0)[:, :, None], 1.0 - part[layer, ids], 1.0)
         nodes[layer] = (1.0 - absent.prod(axis=1)).sum(axis=1).mean()
     return nodes
 
@@ -107,15 +108,6 @@ def colocate_coactivated(
         pairs = np.ascontiguousarray(together[layer], dtype=np.float64)
         held[layer] = _annealed(work, pairs, held[layer], slot_map, proposals)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
-
-
-def _part_on_node(placement: Placement, topology: Topology, layer: int) -> FloatArray:
-    """[E, N] part of each expert's tokens that each node serves."""
-    held = placement.slot_to_expert[layer]
-    used = held != EMPTY
-    part = np.zeros((placement.num_experts, topology.num_nodes))
-    np.add.at(part, (held[used], topology.node_of_slot[used]), placement.slot_share[layer, used])
-    return part
 
 
 class _SlotMap(NamedTuple):
