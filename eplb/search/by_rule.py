@@ -41,7 +41,6 @@ from eplb.core.jit import (
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.zones import zone_bound
-from eplb.search.layer import find_busiest
 from eplb.search.legality import fill, repaired
 from eplb.search.local_search import FINEST_GAIN, WINDOWS_GAIN
 from eplb.search.relabel import in_place, with_most_kept
@@ -260,8 +259,7 @@ def promising_changes(
     most = MOST_CANDIDATES if replicas else 1
     changes, gains, found = np.zeros((most, 3), dtype=np.int64), np.zeros(most), 0
     rank, held, count = layer.rank, layer.held, layer.count
-    heat, top = np.zeros(len(layer.time)), np.empty((len(layer.weight), 3), dtype=np.int64)
-    find_busiest(layer.time, top)
+    heat, top = np.zeros(len(layer.time)), _busiest(layer)
     for window in range(len(layer.weight)):
         heat[top[window, 0]] += layer.weight[window]
     spread, coldest = spread_of_time(layer, layer.time), _coldest(layer)
@@ -317,6 +315,24 @@ def _insert(changes: IntArray, gains: FloatArray, found: int, change: Change, ga
         place -= 1
     gains[place] = gain
     changes[place, 0], changes[place, 1], changes[place, 2] = change[0], change[1], int(change[2])
+
+
+@inner
+def _busiest(layer: Dispatched) -> IntArray:
+    """[T, 3] the busiest ranks of each window; -1 where there are fewer."""
+    top = np.zeros((len(layer.weight), 3), dtype=np.int64)
+    for window in range(len(layer.weight)):
+        first, second, third = 0, -1, -1
+        for rank in range(1, len(layer.time)):
+            time = layer.time[rank, window]
+            if time > layer.time[first, window]:
+                first, second, third = rank, first, second
+            elif second < 0 or time > layer.time[second, window]:
+                second, third = rank, second
+            elif third < 0 or time > layer.time[third, window]:
+                third = rank
+        top[window, 0], top[window, 1], top[window, 2] = first, second, third
+    return top
 
 
 @inner

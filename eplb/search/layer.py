@@ -270,9 +270,10 @@ def restore(layer: Layer, wanted: IntArray) -> None:
 
 
 @inner
-def find_busiest(times: FloatArray, top: IntArray) -> None:
-    """Fill in ``top`` [T, 3] with the busiest ranks by times [R, T]; -1 where there are fewer."""
-    for window in range(len(top)):
+def measure(layer: Layer) -> float:
+    """Find the busiest ranks, weigh the windows, and return the score."""
+    times, top, counts, weight = layer.time, layer.top, layer.counts, layer.weight
+    for window in range(len(weight)):
         first, second, third = -1.0, -1.0, -1.0
         at_first, at_second, at_third = -1, -1, -1
         for rank in range(len(times)):
@@ -286,14 +287,6 @@ def find_busiest(times: FloatArray, top: IntArray) -> None:
             elif time > third:
                 third, at_third = time, rank
         top[window, 0], top[window, 1], top[window, 2] = at_first, at_second, at_third
-
-
-@inner
-def measure(layer: Layer) -> float:
-    """Find the busiest ranks, weigh the windows, and return the score."""
-    times, top, counts, weight = layer.time, layer.top, layer.counts, layer.weight
-    find_busiest(times, top)
-    for window in range(len(weight)):
         counts[window] = weight[window] * (1.0 - layer.tail)
     if layer.tail > 0:
         _count_worst(layer)
