@@ -159,7 +159,10 @@ class Plan:
         return np.asarray(self.after_per_layer / self.lower_bound - 1.0)
 
     def explain(self, layer: int, expert: int) -> Explanation:
-        """As ``eplb.explain``; ``str()`` of the result gives text, ``to_dict()`` JSON."""
+        """Explain why an expert has its replicas, why on these ranks, and which moves it needs.
+
+        As ``eplb.explain``; ``str()`` of the result gives text, ``to_dict()`` JSON.
+        """
         return explain(self, layer, expert)
 
     @cached_property
