@@ -266,7 +266,8 @@ def pack_groups(work: FloatArray, nodes: Nodes) -> IntArray:
 
 
 def _num_packings(num_groups: int, num_nodes: int) -> int:
-    return factorial(num_groups) // factorial(num_groups // num_nodes) ** num_nodes
+    packings: int = factorial(num_groups) // factorial(num_groups // num_nodes) ** num_nodes
+    return packings
 
 
 def is_exact(num_groups: int, num_nodes: int) -> bool:
