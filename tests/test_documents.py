@@ -58,6 +58,7 @@ NOT_RUN = {
     "docs/embedding.md": 1,
     "docs/engines.md": 4,
     "docs/operations.md": 2,
+    "docs/rebalancing.md": 1,
     "docs/rest.md": 1,
 }
 PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun", "pip", "redis-server"}
