@@ -61,19 +61,8 @@ NOT_RUN = {
     "docs/rebalancing.md": 1,
     "docs/rest.md": 1,
 }
-PROGRAMS = {
-    "eplb",
-    "make",
-    "curl",
-    "python",
-    "head",
-    "chmod",
-    "torchrun",
-    "pip",
-    "redis-server",
-    "kill",
-}
-PROGRAMS |= {"vllm", "python3", ".", "export"}  # that make and enter an environment
+PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun", "pip", "redis-server"}
+PROGRAMS |= {"vllm", "python3", ".", "export", "kill"}  # that make and enter an environment
 PROGRAMS |= {"docker", "kubectl", "cp", "systemctl", "journalctl"}  # of docs/deployment-hosts.md
 QUICK_PAGES = {"README.md"}  # those that `make test` runs
 ALERTS = ROOT / "api" / "metrics" / "observability" / "alerts.yaml"
