@@ -58,10 +58,11 @@ NOT_RUN = {
     "docs/embedding.md": 1,
     "docs/engines.md": 4,
     "docs/operations.md": 2,
+    "docs/rebalancing.md": 1,
     "docs/rest.md": 1,
 }
 PROGRAMS = {"eplb", "make", "curl", "python", "head", "chmod", "torchrun", "pip", "redis-server"}
-PROGRAMS |= {"vllm", "python3", ".", "export"}  # that make and enter an environment
+PROGRAMS |= {"vllm", "python3", ".", "export", "kill"}  # that make and enter an environment
 PROGRAMS |= {"docker", "kubectl", "cp", "systemctl", "journalctl"}  # of docs/deployment-hosts.md
 PROGRAMS |= {"ip", "mkdir"}
 QUICK_PAGES = {"README.md"}  # those that `make test` runs

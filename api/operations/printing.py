@@ -12,7 +12,7 @@ WHY = "from the command line"  # default reason of a change by a command
 TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Fields that are seconds since the epoch.
-TIMES = frozenset({"time", "since", "until", "expires", "start", "end"})
+TIMES = frozenset({"time", "since", "until", "expires", "start", "end", "broke_at"})
 
 
 def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> None:
@@ -40,6 +40,8 @@ def cell(name: str, value: Any) -> Any:
     """Give a field as it is printed."""
     if name in TIMES and isinstance(value, int | float):
         return at(value)
+    if name == "seconds" and isinstance(value, dict):
+        return ", ".join(f"{stage} {seconds}" for stage, seconds in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 

@@ -287,8 +287,12 @@ def show_events(found: dict[str, Any]) -> None:
     """Print events."""
 
     def words(detail: dict[str, Any]) -> str:
-        plain = {name: one for name, one in detail.items() if not isinstance(one, dict | list)}
-        return " ".join(f"{name}={cell(name, value)}" for name, value in plain.items())
+        items = [
+            (name, one)
+            for name, one in detail.items()
+            if name == "seconds" or not isinstance(one, dict | list)
+        ]
+        return " ".join(f"{name}={cell(name, value)}" for name, value in items)
 
     shown = (one | {"detail": words(one["detail"])} for one in found["events"])
     listing(shown, "id time kind detail")

@@ -62,7 +62,7 @@ from rebalance.assembly.rank import (
     new_run_name,
     record_start,
 )
-from rebalance.assembly.survivors import Stages, refusal_to_serve_on, serve_on
+from rebalance.assembly.survivors import Stages, serve_on
 from rebalance.protocol import phases
 from rebalance.recovery import let_go, recover
 from rebalance.types import StepCounter
@@ -215,7 +215,7 @@ class EmbeddedRank:
             log.info("rank %d does not serve on: %s", rank, refusal)
             recover(self.agent, built.store)
             return None
-        assert isinstance(self._passes, PassCounter), "looked at above"
+        assert isinstance(self._passes, PassCounter), "_refusal has refused another one"
         formed = None if self._next is None else self._next.take()
         steps = self._passes.steps
         if self.agent.changes_group:
@@ -240,7 +240,7 @@ class EmbeddedRank:
         return serve_on(built, place, steps, stages)
 
     def _refusal(self) -> str:
-        refusal = refusal_to_serve_on(self.place, self.built)
+        refusal = "" if self.built.config.serve_on else "agent.serve_on is off"
         if self.place.device.type == "cuda" and not self._dispatchers:
             refusal = refusal or (
                 "tokens are not exchanged by the dispatcher of all_to_all(), expected it on GPUs: "
@@ -427,15 +427,15 @@ def _begun_run(
     groups: RankGroups,
 ) -> str:
     """Have the lowest rank record this start under a new name, and give the name on every rank."""
-    said = {"run": "", "refusal": ""}
+    recorded = {"run": "", "refusal": ""}
     lowest = int(np.argmax(topology.alive))
     if rank == lowest:
         try:
-            said["run"] = _begin(deployment, topology, store)
+            recorded["run"] = _begin(deployment, topology, store)
         except EplbError as exc:
-            said["refusal"] = str(exc)[:500]
+            recorded["refusal"] = str(exc)[:500]
     try:
-        first = gathered(said, groups.votes)[0]
+        first = gathered(recorded, groups.votes)[0]
     except RuntimeError as exc:
         raise RankError(f"rank {rank}: a rank died while the start was recorded: {exc}") from exc
     if first["refusal"]:

@@ -315,14 +315,14 @@ def form(
         set_deadlines(groups, built)
         agree(attend(proposal.members), lambda _, mine: gathered(mine, groups.control, check))
         version = built.agent.shared.state.weights_version
-        told = gathered({"handle": bank.handle, "weights": version}, groups.control, check)
-        if len(versions := {one["weights"] for one in told}) > 1:
+        answers = gathered({"handle": bank.handle, "weights": version}, groups.control, check)
+        if len(versions := {one["weights"] for one in answers}) > 1:
             raise RankError(
                 f"rank {rank}: ranks have weights of versions {sorted(versions)}, expected one"
             )
         alive = np.isin(np.arange(place.topology.num_ranks), proposal.members)
         topology = replace(place.topology, alive=alive)
-        handles = dict(zip(proposal.members, (str(one["handle"]) for one in told), strict=True))
+        handles = dict(zip(proposal.members, (str(one["handle"]) for one in answers), strict=True))
         mapped = MappedSlots(rank, bank, map_peers(rank, topology, bank, handles.__getitem__))
         shape = (built.model.num_layers, built.model.num_experts, 2)
         highest = torch.full(shape, torch.iinfo(torch.int64).max)
@@ -419,20 +419,11 @@ def change_group(
     stages.end("commit")
     if survival is None:
         survival = _committed(built.store, record)
-    slots = replace(old.parts.slots, topology=survival.topology, digests=formed.digests)
-    detail = {"joined": joiners, "left": left}
-    return serve_in(
-        built,
-        replace(place, joins=False),
-        record,
-        groups,
-        survival.target,
-        slots,
-        WeightSources(formed.mapped, old.parts.links.sources.host),
-        step,
-        stages,
-        event=(REGROUPED, detail) if is_first else None,
-    )
+    slots = replace(old.parts.slots, digests=formed.digests)
+    sources = WeightSources(formed.mapped, old.parts.links.sources.host)
+    event = (REGROUPED, {"joined": joiners, "left": left}) if is_first else None
+    place = replace(place, joins=False)
+    return serve_in(built, place, record, groups, survival, slots, sources, step, stages, event)
 
 
 def _planned(

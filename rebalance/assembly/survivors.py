@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from eplb.clock import Clock, Deadline
-from eplb.core.placement import Placement
 from eplb.errors import MigrationError, PlacementError, RankError
 from eplb.migration.recovery import Recovery, run_of
 from eplb.migration.serialisation import topology_to_dict
@@ -73,13 +72,6 @@ class Stages:
         now = self._clock()
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 4)
         self._last = now
-
-
-def refusal_to_serve_on(place: RankPlace, built: BuiltRank) -> str:
-    """Why the ranks of this deployment cannot serve on after a death; "": they can."""
-    if not built.config.serve_on:
-        return "agent.serve_on is off"
-    return ""
 
 
 def serve_on(
@@ -232,17 +224,9 @@ def _in_group(
     num_refills = len(survival.refills)
     refill_bytes = num_refills * slots.bank.schema.record_bytes
     detail = {"refills": num_refills, "refill_bytes": refill_bytes}
+    event = (MEMBERSHIP, detail) if is_first else None
     return serve_in(
-        built,
-        place,
-        record,
-        groups,
-        survival.target,
-        replace(slots, topology=survival.topology),
-        links.sources,
-        step,
-        stages,
-        event=(MEMBERSHIP, detail) if is_first else None,
+        built, place, record, groups, survival, slots, links.sources, step, stages, event
     )
 
 
@@ -259,12 +243,11 @@ def serve_in(
     place: RankPlace,
     record: Recovery,
     groups: NewGroups,
-    target: Placement,
+    survival: Survival,
     slots: RankSlots,
     sources: WeightSources,
     step: int,
     stages: Stages,
-    *,
     event: tuple[str, dict[str, Any]] | None,
 ) -> tuple[BuiltRank, RankPlace, int]:
     """Make what serves in a new group: routing table, agent and place.
@@ -274,14 +257,15 @@ def serve_in(
         place: where it ran.
         record: of the new group.
         groups: the same.
-        target: the placement that it serves, which the store has.
-        slots: this rank's, with the topology of the new group.
+        survival: its topology, and the placement that it serves, which the store has.
+        slots: this rank's.
         sources: where experts come from, but for other ranks that are asked.
         step: number of the next forward pass.
         stages: gets the seconds.
         event: kind and further facts of the event that this rank writes; None: another one does.
     """
     old, run = built.agent, run_of(record.run, record.membership)
+    target, slots = survival.target, replace(slots, topology=survival.topology)
     built.table.load(target, range(target.num_layers))
     built.counter.drain()  # of passes that were broken off
     settings = AgentSettings(built.config, run, slots.topology, record.membership)
@@ -375,7 +359,7 @@ def refill(
 def _sources(
     before: WeightSources, settings: AgentSettings, rank: int, record_bytes: int
 ) -> WeightSources:
-    """The same sources; connections to other ranks are of a group, so made anew."""
+    """The same sources with new connections to other ranks: a connection belongs to one group."""
     others, addresses = None, settings.config.rank_links
     if addresses is not None:
         group = GroupName(settings.run, settings.membership)
@@ -397,13 +381,13 @@ def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) 
         RankError: ranks would serve different placements, or one cannot serve.
     """
     mine = {"hash": target, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
-    told = together(rank, groups, mine)
-    if refusals := [f"rank {at}: {one['refusal']}" for at, one in told if one["refusal"]]:
+    answers = together(rank, groups, mine)
+    if refusals := [f"rank {at}: {one['refusal']}" for at, one in answers if one["refusal"]]:
         raise RankError(f"the ranks cannot serve on: {refusals[0]}")
-    if len(hashes := {str(one["hash"]) for _, one in told} - {""}) > 1:
+    if len(hashes := {str(one["hash"]) for _, one in answers} - {""}) > 1:
         raise RankError(f"rank {rank}: ranks would serve placements {sorted(hashes)}, expected one")
     # A pass that was broken off is run again under the next number: who had not begun it follows.
-    return max(int(one["steps"]) for _, one in told)
+    return max(int(one["steps"]) for _, one in answers)
 
 
 def together(rank: int, groups: NewGroups, mine: Any) -> list[tuple[int, Any]]:

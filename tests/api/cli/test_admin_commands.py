@@ -19,7 +19,7 @@ from api.cli.main import app
 from api.http.app import create_app
 from api.operations.table import COMMANDS, GROUPS
 from telemetry import open_store
-from telemetry.state.events import Outage
+from telemetry.state.events import MEMBERSHIP, Outage
 from telemetry.state.live import Control
 from tests.support.controlled_deployment import START, Deployment, planned_by_request
 from tests.support.documents import commands
@@ -111,6 +111,17 @@ def test_event_of_an_outage_has_its_dates(deployment: Deployment, on_store: Shel
     text = on_store.run("events", "--kind", "outage")[1]
 
     assert "start=2026-11-27 19:37:43Z end=2026-11-27 19:37:52Z unserved_s=8.2" in text
+
+
+def test_event_of_a_new_group_has_the_seconds_of_its_stages(
+    deployment: Deployment, on_store: Shell
+) -> None:
+    detail = {"broke_at": 1_795_808_263.9, "seconds": {"agree": 0.02, "first pass": 0.3}}
+    deployment.store.add_event(MEMBERSHIP, detail)
+
+    text = on_store.run("events", "--kind", "membership")[1]
+
+    assert "broke_at=2026-11-27 19:37:43Z seconds=agree 0.02, first pass 0.3" in text
 
 
 def test_service_and_store_give_each_command_the_same_answer(

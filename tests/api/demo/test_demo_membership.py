@@ -138,13 +138,19 @@ def test_rank_has_no_more_open_files_and_threads_after_further_changes(
     demo.halts_right()
 
 
-def admitted(rank: int, dead: set[str]) -> Callable[[StateStore], str]:
-    """The process of a rank that a proposal admits, other than those that are dead."""
+def joining(dead: set[str], num_joins: int = 0) -> Callable[[StateStore], str | int]:
+    """The process of rank 3 that offers itself or that a proposal admits; none that is dead.
 
-    def found(store: StateStore) -> str:
+    A process that joins withdraws its offer, and its proposal is over. On a busy machine that may
+    be before either is seen: then the number of joins, once it is larger than ``num_joins``.
+    """
+
+    def found(store: StateStore) -> str | int:
         proposal = store.proposed_group()
-        process = proposal.joiners.get(str(rank), "") if proposal is not None else ""
-        return "" if process in dead else process
+        processes = {one.process for one in store.joiners()}
+        processes |= set(proposal.joiners.values()) if proposal is not None else set()
+        joins = len(events_of(store, "regrouped"))
+        return next(iter(processes - dead), joins if joins > num_joins else 0)
 
     return found
 
@@ -155,18 +161,22 @@ def test_rank_that_dies_three_times_while_it_joins_does_so_in_the_end_and_the_ot
 ) -> None:
     demo = start_serving(tmp_path, start_demo)
     before = rank_pids(demo)
+    dead, num_joins, killed = set[str](), 0, [demo.kill("rank 3")]
 
-    demo.kill("rank 3")
-    demo.sees("its next process", lambda _: rank_pids(demo).get("rank 3", 0) != before["rank 3"])
-    (offer,) = demo.sees("its offer", lambda store: store.joiners())
-    dead, killed = {offer.process}, {demo.kill("rank 3")}
-    for _ in range(2):
-        dead.add(demo.sees("a proposal with its next process", admitted(3, dead)))
-        killed.add(demo.kill("rank 3"))
-    demo.sees("four ranks", serve(ALL))
+    def is_there(_: StateStore) -> bool:
+        return rank_pids(demo).get("rank 3") not in {None, *killed}
+
+    while len(dead) < 3:
+        found = demo.sees("its next process", joining(dead, num_joins))
+        if isinstance(found, str):
+            dead.add(found)
+        else:  # it was not seen to join: it dies as a member, and comes back
+            num_joins = found
+        demo.sees("its pid", is_there)
+        killed.append(demo.kill("rank 3"))
+    demo.sees("four ranks", lambda store: is_there(store) and serve(ALL)(store))
 
     after = rank_pids(demo)
-    assert len(killed) == 3
     assert {title for title in before if after[title] != before[title]} == {"rank 3"}
     demo.halts_right()
 
@@ -179,7 +189,7 @@ def test_member_that_dies_while_the_next_group_forms_is_left_out_and_both_join_l
     before = rank_pids(demo)
 
     demo.kill("rank 3")
-    demo.sees("a proposal with its next process", admitted(3, set()))
+    demo.sees("its next process", joining(set()))
     demo.kill("rank 0")  # the member that proposes
     demo.sees("four ranks", serve(ALL))
 
