@@ -246,7 +246,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         phase = view.phase if view.is_alive or view.age_s is None else "silent"
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
         node = state.node_of_rank[view.rank]
-        times = (f"{'-' if ms is None else ms:<9}" for ms in (view.step_ms, view.wait_ms))
+        times = (f"{'-' if ms is None else f'{ms:.1f}':<9}" for ms in (view.step_ms, view.wait_ms))
         place = f"{view.rank:<6}{node:<6}{phase:<9}{view.generation:<12}{view.step:<10}"
         yield f"{place}{''.join(times)}{age}"
 

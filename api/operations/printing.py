@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 WHY = "from the command line"  # default reason of a change by a command
-TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
+TIME_OR_AGE = "2026-03-01T12:00 or, of today, 12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Fields that are seconds since the epoch.
 TIMES = frozenset({"time", "since", "until", "expires", "start", "end"})
 
 
-def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> None:
+def listing(items: Iterable[dict[str, Any]], columns: str, none: str) -> None:
     """Print items of an answer as a table, a field in each column.
 
     Times are printed as dates, lists with commas.
@@ -23,13 +23,13 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
     Args:
         items: the items of the answer.
         columns: names of fields, the last one of text; ``plan_id:plan`` has another heading.
-        none: text for an empty list; "": the headings are printed.
+        none: is printed for an empty list.
     """
     from api.terminal.printable import print_table
 
     fields = [column.partition(":") for column in columns.split()]
     rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]
-    if none and not rows:
+    if not rows:
         line(none)
     else:
         *headings, last = (heading or name for name, _, heading in fields)
@@ -75,7 +75,9 @@ def time_of(option: str, text: str) -> float:
         if age:
             found = now - int(age[1]) * UNITS_S[age[2]]
         else:
-            parsed = datetime.fromisoformat(text)
+            is_of_day = re.fullmatch(r"\d\d:\d\d(:\d\d)?", text)
+            day = time.strftime("%Y-%m-%dT", time.gmtime(now)) if is_of_day else ""
+            parsed = datetime.fromisoformat(day + text)
             found = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError) as exc:
         raise ConfigError(f"{option} is {text!r}, expected a time as {TIME_OR_AGE}") from exc

@@ -291,7 +291,7 @@ def show_events(found: dict[str, Any]) -> None:
         return " ".join(f"{name}={cell(name, value)}" for name, value in plain.items())
 
     shown = (one | {"detail": words(one["detail"])} for one in found["events"])
-    listing(shown, "id time kind detail")
+    listing(shown, "id time kind detail", none="no events")
     more(found)
 
 

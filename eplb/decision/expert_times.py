@@ -62,7 +62,10 @@ def chosen_curve(given: Curve, measured: Sequence[ExpertTimes]) -> ChosenCurve:
     """
     if given:
         return ChosenCurve(given, "given by the configuration")
-    constant = "the constant, of DeepSeek-V3's experts in FP8 on an H200"
+    constant = (
+        "the constant, of DeepSeek-V3's experts in FP8 on an H200, so objective auto balances "
+        "tokens"
+    )
     if not measured:
         return ChosenCurve((), f"{constant}: no rank measured its experts")
     found = _agreed(measured)

@@ -269,7 +269,7 @@ def test_ranks_without_a_usable_curve_leave_the_constant(
     found = chosen_curve((), measured)
 
     assert found.curve == ()
-    assert found.source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200: ")
+    assert found.source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200, so ")
     assert why in found.source
 
 
