@@ -117,7 +117,8 @@ def audit(
     if not found:
         typer.echo("the audit has no lines")
     for one in reversed(found):
-        why = f": {one.reason}" if one.reason else ""
+        why = f" ({one.detail})" if one.detail else ""
+        why += f": {one.reason}" if one.reason else ""
         line = f"{at(one.time)} {one.deployment} {one.actor} ({one.role}) from {one.address}"
         typer.echo(printable(f"{line} {one.action} {one.outcome}{why}"))
 

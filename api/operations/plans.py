@@ -32,7 +32,7 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import WHY, line, listing, more
+from api.operations.printing import WHY, line, listing, more, words
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ OF_PROPOSALS = (
 
 def _answered(call: Call, task: TaskAnswer) -> TaskAnswer:
     """The task, with status 202 until it is done."""
+    shown = ("decision", "num_moves", "plan_id", "dry_run", "error")
+    facts = {name: task.result.get(name) for name in shown}
+    call.note(f"task {task.id} {task.state}: {words(task.request | facts)}")
     return _not_yet(call, task) if task.state in ("queued", "running") else task
 
 

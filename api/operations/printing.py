@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -41,6 +42,18 @@ def cell(name: str, value: Any) -> Any:
     if name in TIMES and isinstance(value, int | float):
         return at(value)
     return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Give values with their names, without those that are not known."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return ", ".join(f"{name} {json.dumps(value)}" for name, value in known.items())
+
+
+def changed(names: Iterable[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Give values that a change has set, before and after it."""
+    pairs = ((name, before.get(name), after.get(name)) for name in names)
+    return ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, old, new in pairs)
 
 
 def line(*texts: str) -> None:

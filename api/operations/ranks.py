@@ -134,9 +134,7 @@ def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
         revision = state.revision if expected is None else expected
         changes = {"cordons": written_cordons(cordons)}
         try:
-            changed = store.change_live(
-                changes, expected=revision, reason=reason, by=call.actor.name
-            )
+            changed = call.change_live(changes, expected=revision, reason=reason)
         except StaleRevision as exc:
             why = exc
             if expected is not None:

@@ -202,6 +202,7 @@ def test_change_is_in_the_audit_before_and_after_it_is_done(
     assert (asked.actor, asked.role, asked.address) == ("alice", "operator", "127.0.0.1")
     assert (asked.action, asked.reason) == ("POST /api/v1/pause", "maintenance")
     assert (asked.outcome, answered.outcome) == ("asked", "200")
+    assert (asked.detail, answered.detail) == ("", "movement null -> false")
     assert asked.request == answered.request == done.headers["x-request-id"]
     assert [one.outcome for one in others] == ["asked", "422"]
     assert refused.headers["x-request-id"] == others[0].request
