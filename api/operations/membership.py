@@ -336,7 +336,7 @@ def _refusal(
         if why:
             return (
                 f"rank {rank} cannot change its group while it serves: {why}; start all ranks "
-                "again with other [topology] settings instead"
+                "again, with agent.serve_on or with other [topology] settings"
             )
     return ""
 

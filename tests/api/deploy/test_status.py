@@ -76,6 +76,16 @@ def run(tmp_path: Path, *words: str, **environ: str) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
+def test_status_has_the_last_problem_of_a_day(tmp_path: Path, store: StateStore) -> None:
+    assert "last problem" not in run(tmp_path)[1]
+    store.add_event("error", {"where": "load", "message": "a sample of rank 1 was refused"})
+
+    status, shown = run(tmp_path)
+
+    line = r"last problem at \d{4}-.*Z, over now: a sample of rank 1 was refused"
+    assert (status, bool(re.search(line, shown))) == (0, True), shown
+
+
 def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     tmp_path: Path, store: StateStore
 ) -> None:
