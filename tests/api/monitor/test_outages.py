@@ -40,6 +40,7 @@ def test_stop_on_purpose_is_the_cause_of_the_outage_and_no_anomaly(
 ) -> None:
     monitor, why = monitor_of(store, clock), "the ranks of host 0 were stopped on purpose"
     serve(store, "a", range(3), START)
+    clock.now = START + 5
     store.add_event(STOPPED, {"host": 0, "message": why})
     clock.now = START + 10
     state = looked(monitor).state
