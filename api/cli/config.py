@@ -106,7 +106,8 @@ def _print_live(
         state = store.live()
         if texts:
             changes = parsed_changes(texts)
-            given = changed(changes, state.effective, {**state.static, **changes})
+            live = {name: value for name, value in changes.items() if value is not None}
+            given = changed(changes, state.effective, {**state.static, **live})
             # Before it is done: a change that the audit cannot hold is not made.
             with noting(audit, deployment, f"config --live {given}", reason):
                 state = store.change_live(

@@ -63,7 +63,7 @@ def _answered(call: Call, task: TaskAnswer) -> TaskAnswer:
     """The task, with status 202 until it is done."""
     shown = ("decision", "num_moves", "plan_id", "dry_run", "error")
     facts = {name: task.result.get(name) for name in shown}
-    call.note(f"task {task.id} {task.state}: {words(task.request | facts)}")
+    call.note(f"task {task.id} {task.state}: {words({**task.request, **facts, 'reason': None})}")
     return _not_yet(call, task) if task.state in ("queued", "running") else task
 
 

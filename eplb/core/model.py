@@ -150,9 +150,10 @@ def slot_shortage(
     """Why ranks cannot hold the experts of a layer, each in a slot at least; "": they can."""
     if num_slots >= num_experts:
         return ""
-    spares = f" without {spare_slots} spares on each" if spare_slots else ""
+    where = named_ranks(ranks) if ranks else "no rank"
+    spares = f" (without {spare_slots} of each)" if spare_slots else ""
     return (
-        f"found {num_slots} slots in a layer on {named_ranks(ranks)}{spares} for {num_experts} "
+        f"found {num_slots} slots in a layer on {where}{spares} for {num_experts} "
         "experts that must be there, expected one or more for each"
     )
 

@@ -279,11 +279,11 @@ def test_live_config_changes_a_setting_and_removes_it(tmp_path: Path) -> None:
     assert [one.outcome for one in entries] == ["asked", "done"] * 2
     assert [(one.action, one.reason, one.actor) for one in entries[::2]] == [
         (
-            "config --live pay_back_s null -> 300.0, observe null -> true",
+            "config --live pay_back_s 240.0 -> 300.0, observe false -> true",
             "look",
             local_actor(),
         ),
-        ("config --live pay_back_s 300.0 -> null", "changed from the command line", local_actor()),
+        ("config --live pay_back_s 300.0 -> 240.0", "changed from the command line", local_actor()),
     ]
 
 

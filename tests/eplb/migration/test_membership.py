@@ -133,7 +133,7 @@ def test_spare_slots_of_every_rank_are_not_counted_as_room() -> None:
     placement = Placement([[0, 1, EMPTY, 2, 3, EMPTY, 4, 0, EMPTY]], 5)
 
     assert shortage((0, 1, 2), 5, topology, spare_slots=1) == ""
-    assert shortage((0, 1), 5, topology, spare_slots=1).startswith("2 ranks have 4 slots in a")
+    assert shortage((0, 1), 5, topology, spare_slots=1).startswith("found 4 slots in a")
     with pytest.raises(
         PlacementError, match=r"no 2 of the ranks 0\.\.2 .* 5 experts, with 1 spare"
     ):
