@@ -134,9 +134,7 @@ def test_spare_slots_of_every_rank_are_not_counted_as_room() -> None:
 
     assert shortage((0, 1, 2), 5, topology, spare_slots=1) == ""
     assert shortage((0, 1), 5, topology, spare_slots=1).startswith("found 4 slots in a")
-    with pytest.raises(
-        PlacementError, match=r"no 2 of the ranks 0\.\.2 .* 5 experts, with 1 spare"
-    ):
+    with pytest.raises(PlacementError, match=r"on ranks 0, 1 \(without 1 of each\) for 5 experts"):
         wanted_for(2, range(3), placement, topology, spare_slots=1)
 
 
