@@ -63,6 +63,11 @@ class StopSignals:
             if signal.getsignal(one) is not signal.SIG_IGN:
                 signal.signal(one, self._note)
 
+    @property
+    def name(self) -> str:
+        """Name of the signal that was received."""
+        return signal.Signals(self.received).name
+
     def wait(self, seconds: float, alive: Callable[[], None] = lambda: None) -> bool:
         """Wait, at most until a signal; returns whether one was received.
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.constraints import Constraints, Which
-from eplb.core.model import spans
+from eplb.core.model import slot_shortage, spans
 from eplb.core.placement import EMPTY, Placement, slots_in_use
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups, nodes_of_groups
@@ -142,12 +142,7 @@ def _why_no_cordon(found: FittingCordons, rank: int, current: Placement, num_gro
     is_free = topology.serving.copy()
     is_free[list(found.cordoned)] = False
     free = int(topology.slots_of_rank[is_free].sum())
-    if free >= elsewhere[layer]:
-        return ""
-    return (
-        f"the {is_free.sum()} ranks that may take experts have {free} slots in a layer for the "
-        f"{elsewhere[layer]} experts that must be on one of them, expected at least one for each"
-    )
+    return slot_shortage(np.flatnonzero(is_free).tolist(), free, int(elsewhere[layer]))
 
 
 def _experts_on(

@@ -125,7 +125,7 @@ def plan(
     if chosen != problem.objective:
         problem = replace(problem, objective=chosen)
     found = plan_for(problem, policy)
-    return replace(found, reason=f"{found.reason}; objective {chosen}: {why}")
+    return replace(found, reason=f"{found.reason}; objective {chosen}: {why}") if why else found
 
 
 def plan_for(problem: Problem, policy: str) -> Plan:

@@ -73,6 +73,10 @@ class AuditEntry:
     number: int = 0
     before: Annotated[str, Meaning("hash of the line before it")] = ""
     hash: str = ""
+    detail: Annotated[
+        str,
+        Meaning("what the request asks, then what was done: values before and after, a plan"),
+    ] = ""
 
     def sealed(self, number: int, before: str) -> AuditEntry:
         """Give it its place in the chain."""
@@ -82,6 +86,8 @@ class AuditEntry:
     def digest(self) -> str:
         """Hash of everything but the hash."""
         fields = asdict(self) | {"hash": ""}
+        if not self.detail:  # lines of before the field keep their hash
+            del fields["detail"]
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -98,7 +104,8 @@ class Audit:
         Raises:
             AuditError: it cannot be written; nothing was added.
         """
-        entry = replace(entry, reason=entry.reason[:MOST_TEXT], action=entry.action[:MOST_TEXT])
+        texts = {"reason": entry.reason, "action": entry.action, "detail": entry.detail}
+        entry = replace(entry, **{name: text[:MOST_TEXT] for name, text in texts.items()})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a+b", opener=private) as file:

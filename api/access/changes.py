@@ -18,6 +18,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,6 +30,7 @@ from api.http.guard import SAFE_METHODS
 from api.http.problems import ProblemType
 from api.http.refusals import problem
 from api.http.service import AdminService
+from api.operations.printing import words
 from api.operations.switches import pause
 from eplb.clock import Clock
 from eplb.errors import StoreError
@@ -89,13 +91,13 @@ class Changes:
             return
         state = scope["state"]
         try:
-            reason = _checked_reason(state["body"])
+            asked = _checked(state["body"])
         except ValueError as exc:
             await problem(ProblemType.INVALID_REQUEST, str(exc))(scope, receive, send)
             return
         key = Headers(scope=scope).get(HEADER)
         if key is None or scope["method"] != "POST":
-            await self._audited(scope, receive, send, reason)
+            await self._audited(scope, receive, send, asked)
             return
         if not 1 <= len(key) <= MOST_KEY:
             detail = f"an idempotency key of {len(key)} characters, expected 1 to {MOST_KEY}"
@@ -107,7 +109,7 @@ class Changes:
         if known is None:
             answer = self._answers[place] = _Answer(digest, time.monotonic())
             try:
-                await self._audited(scope, receive, answer.kept(send), reason)
+                await self._audited(scope, receive, answer.kept(send), asked)
             finally:
                 if not answer.is_done:  # a fault of the service: the client may try again
                     self._answers.pop(place, None)
@@ -130,7 +132,9 @@ class Changes:
             self._answers.popitem(last=False)
         return self._answers.get(place)
 
-    async def _audited(self, scope: Scope, receive: Receive, send: Send, reason: str) -> None:
+    async def _audited(
+        self, scope: Scope, receive: Receive, send: Send, asked: dict[str, Any]
+    ) -> None:
         audit, actor = self._audit, scope["state"]["actor"]
         if audit is None:
             await self._app(scope, receive, send)
@@ -143,8 +147,9 @@ class Changes:
             address=client_address(scope),
             request=uuid.uuid4().hex,
             action=f"{scope['method']} {scope['path']}",
-            reason=reason,
+            reason=str(asked.pop("reason", "")),
             outcome="asked",
+            detail=words(asked),
         )
         service: AdminService = scope["state"]["service"]
         kept, waiting = AuditLines(audit, service.store), list[AuditEntry]()
@@ -163,7 +168,9 @@ class Changes:
             """Note the outcome, in a thread: before the answer, which may wait for ranks."""
             nonlocal is_noted
             is_noted = True
-            for one in (*waiting, replace(entry, time=self._clock(), outcome=str(status))):
+            detail = scope["state"].get("detail", entry.detail)
+            answered = replace(entry, time=self._clock(), outcome=str(status), detail=detail)
+            for one in (*waiting, answered):
                 service.audit_lost += not kept.keep(one)
             if not waiting:
                 with suppress(StoreError):  # they wait on
@@ -189,8 +196,8 @@ class Changes:
                 await run_in_threadpool(done, status)
 
 
-def _checked_reason(body: bytes) -> str:
-    """The reason in a body; the route refuses what is no body of it.
+def _checked(body: bytes) -> dict[str, Any]:
+    """The object in a body; the route refuses what is no body of it.
 
     Raises:
         ValueError: no answer, event or audit could repeat the body.
@@ -204,10 +211,10 @@ def _checked_reason(body: bytes) -> str:
     except UnicodeEncodeError as exc:
         raise ValueError("the body has half of a surrogate pair, expected Unicode text") from exc
     except ValueError:
-        return ""
+        return {}
     if constants:
         raise ValueError(f"the body has {constants[0]}, expected JSON, which lacks it")
-    return str(found.get("reason", "")) if isinstance(found, dict) else ""
+    return found if isinstance(found, dict) else {}
 
 
 def _marked(message: Message) -> Message:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from api.access.audit import START, Audit, BrokenChain, local_actor, noting
 from api.access.keys import AccessKeys
 from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
+from api.operations.printing import at
 from api.terminal.printable import printable
 
 keys = typer.Typer(no_args_is_help=True)
@@ -62,12 +62,11 @@ def remove_key(
     configured: Configured,
     name: Name,
     reason: Reason = "removed from the command line",
-    force: Annotated[bool, typer.Option("--force", help="Also the last key of an admin.")] = False,
 ) -> None:
-    """Remove a key; the next request with it is refused."""
+    """Remove a key; the next request with it is refused. The last key of an admin stays."""
     state_dir, deployment = _place(configured)
     with noting(state_dir, deployment, f"keys remove {name[:100]}", reason):
-        AccessKeys(state_dir).remove(name, force=force)
+        AccessKeys(state_dir).remove(name)
     typer.echo(f"{name} is removed, by {local_actor()}: {printable(reason)}")
 
 
@@ -84,8 +83,10 @@ def list_keys(
         shown = [{"name": one.name, "role": one.role, "created": one.created} for one in found]
         typer.echo(json.dumps(shown, indent=1))
         return
+    if not found:
+        typer.echo("no keys")
     for one in found:
-        typer.echo(f"{one.name:<24}{one.role:<10}{_at(one.created)}")
+        typer.echo(f"{one.name:<24}{one.role:<10}{at(one.created)}")
 
 
 @with_options
@@ -113,9 +114,12 @@ def audit(
     if json_output:
         typer.echo(json.dumps([asdict(one) for one in found], indent=1))
         return
+    if not found:
+        typer.echo("the audit has no lines")
     for one in reversed(found):
-        why = f": {one.reason}" if one.reason else ""
-        line = f"{_at(one.time)} {one.deployment} {one.actor} ({one.role}) from {one.address}"
+        why = f" ({one.detail})" if one.detail else ""
+        why += f": {one.reason}" if one.reason else ""
+        line = f"{at(one.time)} {one.deployment} {one.actor} ({one.role}) from {one.address}"
         typer.echo(printable(f"{line} {one.action} {one.outcome}{why}"))
 
 
@@ -129,7 +133,3 @@ def _verify(kept: Audit, expect: str | None) -> None:
             found = hashes.get(wanted, "no such line")
             raise BrokenChain(f"line {wanted} has the hash {found}, expected {noted}")
     typer.echo(f"{number} lines, the chain holds; the last is {number}:{mark}")
-
-
-def _at(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) + " UTC"

@@ -145,11 +145,8 @@ class AccessKeys:
             keys[name] = AccessKey(name, role, salt, _hash(salt, secret), time.time())
         return f"{PREFIX}_{name}_{secret}"
 
-    def remove(self, name: str, *, force: bool = False) -> None:
+    def remove(self, name: str) -> None:
         """Remove a key: requests with it are refused from now on.
-
-        Args:
-            force: remove the last key of an admin too.
 
         Raises:
             ConfigError: there is no such key, or it is the last one of an admin.
@@ -159,10 +156,11 @@ class AccessKeys:
             if removed is None:
                 known = ", ".join(sorted(keys)) or "none"
                 raise ConfigError(f"there is no key {name!r}, expected one of: {known}")
-            if removed.role == ADMIN and not (force or _has_admin(keys)):
+            if removed.role == ADMIN and not _has_admin(keys):
                 raise ConfigError(
-                    f"{name!r} is the last key of an admin, expected another one before it is "
-                    f"removed, or --force: the way back is to remove {self.path}"
+                    f"{name!r} is the last key of an admin, without which the service is closed to "
+                    f"all, expected another one first (eplb keys add NAME --role {ADMIN}); to open "
+                    f"the service to every user of this host, remove {self.path}"
                 )
 
     @contextmanager

@@ -22,6 +22,7 @@ from api.cli.store_place import (
 from api.config.live import live_page, parsed_changes
 from api.config.reference import effective, reference_page
 from api.config.tree import Settings, load
+from api.operations.printing import changed
 from eplb.errors import ConfigError
 
 
@@ -105,7 +106,8 @@ def _print_live(
         state = store.live()
         if texts:
             changes = parsed_changes(texts)
-            given = ", ".join(f"{name}={value}" for name, value in changes.items())
+            live = {name: value for name, value in changes.items() if value is not None}
+            given = changed(changes, state.effective, {**state.static, **live})
             # Before it is done: a change that the audit cannot hold is not made.
             with noting(audit, deployment, f"config --live {given}", reason):
                 state = store.change_live(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,7 +85,7 @@ def render(entries: Sequence[Entry]) -> Table:
             table.add_row(
                 "", "", "", "", "", Text(f"start {printable(entry.run)}", style="bold"), ""
             )
-        clock = datetime.fromtimestamp(entry.time).strftime("%H:%M:%S.%f")[:-3]
+        clock = datetime.fromtimestamp(entry.time, UTC).strftime("%H:%M:%S.%f")[:-3]
         place = (entry.rank, entry.step, entry.generation, entry.plan_id or "")
         style = STYLES.get(entry.what, "")
         shown = Text(printable(entry.what)), Text(detail_of(entry))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,12 +28,14 @@ from telemetry.state.store import without_password
 
 if TYPE_CHECKING:
     from api.config.tree import Settings
+    from api.monitor.anomalies import Anomaly
     from api.monitor.state import State
     from api.terminal.picture import Look
     from telemetry.state.store import StateStore
 
 NOT_OK = 1
 LOOK_S = 0.25
+LAST_PROBLEM_S = 86_400.0  # an older one is not shown
 LATEST = 20  # samples of a rank: with 16 steps each five windows, and enough to judge its counters
 WINDOWS, EVENTS, ANOMALIES = 512, 500, 3  # more than a terminal shows
 
@@ -57,21 +59,23 @@ def status(
     from api.monitor.state import State
     from api.operations import watching
 
-    def of(place: ApiOptions) -> tuple[State, str]:
+    def of(place: ApiOptions) -> tuple[State, str, str]:
         with _asked(place, configured, latest=LATEST) as (ask, where):
-            return ask(watching.state), where
+            state = ask(watching.state)
+            ended = () if json_output else ask(watching.anomalies, state="ended").anomalies
+            return state, where, _last_problem(ended, state.time)
 
     found = [of(place)]
     if groups := found[0][0].groups:
         found = [of(replace(place, deployment=name)) for name in groups]
-    states = [state for state, _ in found]
+    states = [state for state, *_ in found]
     if json_output:
         shown: Any = TypeAdapter(list[State]) if groups else TypeAdapter(State)
         typer.echo(shown.dump_json(states if groups else states[0], indent=1).decode())
     else:
-        for state, where in found:
+        for state, where, last in found:
             of_group = f"{state.deployment}: " if groups else ""
-            for line in _lines(state, where, verbose):
+            for line in (*_lines(state, where, verbose), *filter(None, [last])):
                 typer.echo(printable(of_group + line))
     if any(state.problems for state in states):
         raise typer.Exit(NOT_OK)
@@ -206,6 +210,16 @@ def _lines(state: State, where: str, is_verbose: bool) -> Iterator[str]:
     yield from (f"problem    {one}" for one in state.problems[1:])
 
 
+def _last_problem(ended: Sequence[Anomaly], now: float) -> str:
+    """The latest problem that has ended within a day; "": none is known."""
+    known = [one for one in ended if one.severity != "notice" and one.kind != "no-run"]
+    last = max(known, key=lambda one: one.until or 0.0, default=None)
+    if last is None or last.until is None or now - last.until > LAST_PROBLEM_S:
+        return ""
+    end = f", for {last.until - last.since:.0f} s" if last.until > last.since else ""
+    return f"last problem at {at(last.since)}{end}, over now: {last.text}"
+
+
 def _all_of(state: State, where: str) -> Iterator[str]:
     found, window, moving = state.controller, state.last_score, state.migration
     turn = f"last turn {found.turn_age_s or 0.0:.0f} s ago"
@@ -246,7 +260,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         phase = view.phase if view.is_alive or view.age_s is None else "silent"
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
         node = state.node_of_rank[view.rank]
-        times = (f"{'-' if ms is None else ms:<9}" for ms in (view.step_ms, view.wait_ms))
+        times = (f"{'-' if ms is None else f'{ms:.1f}':<9}" for ms in (view.step_ms, view.wait_ms))
         place = f"{view.rank:<6}{node:<6}{phase:<9}{view.generation:<12}{view.step:<10}"
         yield f"{place}{''.join(times)}{age}"
 

@@ -62,7 +62,8 @@ def list_deployments(
     if json_output:
         typer.echo(json.dumps(rows, indent=1))
     else:
-        listing(rows, "deployment verdict ranks generation imbalance stage leader")
+        columns = "deployment verdict ranks generation imbalance stage leader"
+        listing(rows, columns, none="no deployments")
 
 
 def _configured_url() -> str:

@@ -21,6 +21,7 @@ from eplb.migration.build import Pace
 from eplb.settings.deployment import is_loopback
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
+from rebalance.protocol.journal import JOURNAL_FOLDER
 from rebalance.weights.cache.address import HostCacheAddress, place_of_records
 from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from rebalance.weights.link.secret import Secret, SecretSettings, deployment_secret
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from runtime.experts import ExpertSchema
 
 SPOOL_FOLDER = "spool"  # folder in the state folder
-JOURNAL_FOLDER = "journal"  # folder in the state folder
 DEFAULT_REDUNDANCY = 1.25  # slots over experts where topology.slots_per_rank is 0
 
 

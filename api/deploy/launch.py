@@ -44,7 +44,7 @@ from eplb.migration.survivors import survive
 from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE
-from telemetry.state.events import WAITING
+from telemetry.state.events import STOPPED, WAITING
 from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving
 from telemetry.state.store import StateStore
 
@@ -88,6 +88,14 @@ class Launch:
                 f"--module {self.module} cannot be used: {exc}, expected a module with main()"
             ) from exc
         return main
+
+    def note(self, kind: str, message: str) -> None:
+        """Store an event about the ranks of this host."""
+        try:
+            with closing(self.deployment.opened_store()) as store:
+                store.add_event(kind, {"host": self.host, "message": message})
+        except StoreError as exc:
+            log.debug("event not stored: %s", exc)
 
     def environment(
         self, rank_file: str, rank: int, members: Sequence[int], *, joins: bool = False
@@ -315,11 +323,7 @@ class WaitReports:
             self._say(line)
         self._tell_at, self._told = now + TELL_EVERY_S, what
         self._notifier.status(line)
-        try:
-            with closing(self._launch.deployment.opened_store()) as store:
-                store.add_event(WAITING, {"host": self._launch.host, "message": line})
-        except StoreError as exc:
-            log.debug("event not stored: %s", exc)
+        self._launch.note(WAITING, line)
 
 
 class ExcludedRanks:
@@ -455,6 +459,11 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
 
         with closing(excluded):
             how = ranks.wait(stop, look, excluded.look)
+        if not how:
+            by = f"stopped on purpose by {stop.name}" if stop.received else "without a signal"
+            ended = f"the ranks of host {launch.host} have ended well, {by}"
+            launch.note(STOPPED, ended)
+            say(ended)
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received

@@ -73,7 +73,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         if (started := once_reached(first, stop, notifier, tell)) is None:
             return
         placement, did = started
-        commands = Commands(deployment.settings.supervision, note_in(store))
+        commands = Commands(deployment.settings.supervision, note_in(store), stop)
         token = secret.http_token
         app = create_app(
             store,
@@ -123,6 +123,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
                 if not one.is_alive:
                     raise ConfigError(f"the HTTP service on {one.url} exited unexpectedly")
             notifier.alive()
+    say(f"eplb serve: ended by {stop.name}; ranks serve on")
 
 
 def _joined(deployment: Deployment) -> StateStore:

@@ -15,7 +15,6 @@ from api.config.live import LiveSetting, live_settings, settings_in
 from api.http.problems import ProblemType, Refused
 from api.operations.declaration import Policy, Reason
 from telemetry.state.live import LiveState
-from telemetry.state.store import StateStore
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,11 @@ def settings_answer(state: LiveState) -> SettingsAnswer:
     return SettingsAnswer(revision=state.revision, settings=settings_in(state))
 
 
-def change_settings(
-    store: StateStore, body: _SettingsBody, expected: int | None, by: str
-) -> SettingsAnswer:
-    """Change live settings at the revision that the client has read.
-
-    Args:
-        store: that has them.
-        body: the changes.
-        expected: the revision that the client has read; None: any.
-        by: name of the client.
+def changes_in(body: _SettingsBody) -> dict[str, Any]:
+    """Give the live settings that a body names, checked.
 
     Raises:
         Refused: no setting was named.
-        StaleRevision: another change came first.
         ConfigError: an unknown policy, or a list of figures that cannot be read.
     """
     changes = {name: getattr(body, name) for name in body.model_fields_set - {"reason"}}
@@ -97,4 +87,4 @@ def change_settings(
     for name, value in changes.items():
         if value is not None and (check := live_settings()[name].about.check) is not None:
             check(value)
-    return settings_answer(store.change_live(changes, expected=expected, reason=body.reason, by=by))
+    return changes

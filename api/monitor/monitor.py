@@ -22,6 +22,7 @@ from shutil import disk_usage
 import numpy as np
 from numpy.typing import NDArray
 
+from api.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.monitor.anomalies import AnomalyLog
 from api.monitor.counts import EventTally, SampleTally, Tally, rank_tally
 from api.monitor.decisions import DecisionLog, drop_oldest
@@ -85,8 +86,6 @@ from telemetry.state.store import StateStore
 
 PHASES = ("aborted", "idle", "preload", "stage", "swap")  # of a serving rank, least done first
 SAMPLES_PER_READ = 2000
-KEPT_WINDOWS = 64  # windows with their matrices: 8 MB at 58 x 256
-KEPT_SCORES = 4096
 KEPT_EVENTS = 1000
 KEPT_COMMITS = 1000  # newest commits of a run: as many as the store keeps placements
 HANGS_S = 1.0  # a look at the store that takes longer is left out of an answer

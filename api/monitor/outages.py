@@ -18,7 +18,7 @@ from collections import deque
 
 from api.monitor.state import Death
 from eplb.core.load import LoadSample
-from telemetry.state.events import RESTART, Event, Outage, outage_of
+from telemetry.state.events import RESTART, STOPPED, Event, Outage, outage_of
 
 KEPT_DEATHS = 1000
 RESTARTED = "the ranks were started again"
@@ -60,6 +60,8 @@ class OutageLog:
         elif (event.kind == "recovery" or is_end) and not self._is_explained:
             why = event.detail.get("message") or event.detail.get("reason")
             self._note_death(event.time, str(why or "a rank died"))
+        elif event.kind == STOPPED:
+            self._note_death(event.time, str(event.detail["message"]), is_planned=True)
         elif event.kind == "run":
             self._begun, self._is_explained = event.time, False
         elif (known := outage_of(event)) is not None:
@@ -98,8 +100,8 @@ class OutageLog:
         if self.token_time is not None:
             self.token_time = min(self.token_time, now)
 
-    def _note_death(self, time: float, text: str) -> None:
-        self.death = Death(time, text)
+    def _note_death(self, time: float, text: str, *, is_planned: bool = False) -> None:
+        self.death = Death(time, text, is_planned)
         self._deaths.append(self.death)
 
     def _note(self, start: float, end: float, reason: str) -> None:

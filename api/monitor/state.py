@@ -185,10 +185,11 @@ class MigrationProgress:
 
 @dataclass(frozen=True)
 class Death:
-    """The latest death of ranks on record."""
+    """The latest end of ranks on record."""
 
     time: Annotated[float, Meaning("time of the event", unit=EPOCH)]
     text: str
+    is_planned: Annotated[bool, Meaning("they were stopped on purpose")] = False
 
 
 GONE = "gone"  # phase of a rank that died and that the others serve on without
@@ -279,7 +280,7 @@ class State:
     uncounted_ranks: Annotated[
         tuple[int, ...], Meaning("ranks whose counters stay at zero while those of others grow")
     ]
-    death: Annotated[Death | None, Meaning("latest death of ranks on record")]
+    death: Annotated[Death | None, Meaning("latest end of ranks on record")]
     supervision: Annotated[
         SupervisionView,
         Meaning("state of supervised processes, where one process supervises others"),

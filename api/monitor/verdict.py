@@ -59,6 +59,8 @@ def leadership(store: StateStore, now: float) -> Leadership:
         why = f"no controller leads: the lease of {shown(lease.holder)} ran out {since_s:.0f} s ago"
     elif lease is not None and held:
         why = f"no controller leads: {shown(lease.holder)} has exited"
+    elif lease is not None:
+        why += f"; the last one gave its lease up {age_s:.0f} s ago, as at a stop on purpose"
     return Leadership("", 0.0, why, age_s)
 
 
@@ -140,9 +142,12 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
     if state.run is None:
         yield Symptom("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
-        yield from _ranks(state)
+        end = state.death
+        # Ranks that were stopped on purpose are silent, and that is all right.
+        is_over = end is not None and end.is_planned and end.time > (state.started or 0.0)
+        yield from () if is_over else _ranks(state)
         yield from _tokens(seen)
-        yield from _progress(state)
+        yield from () if is_over else _progress(state)
     if state.controller.why_none:
         yield _leaderless(state.controller)
     if state.uncounted_ranks:

@@ -26,6 +26,7 @@ from typing import get_type_hints as hints_of
 
 from api.access.keys import Role
 from api.http.problems import ProblemType, Refused
+from api.operations.printing import changed
 from eplb.declared import Meaning, Named
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ class Call:
         """Note in the audit that the change is made: the answer may wait for ranks."""
         getattr(self.request.state, "done", lambda status: None)(self.status)
 
+    def note(self, detail: str) -> None:
+        """Note in the audit what is done."""
+        self.request.state.detail = detail
+
     def tag(self, number: int) -> None:
         """Give the answer a number as its entity tag (RFC 9110, 8.8.3)."""
         self.headers["ETag"] = f'"{number}"'
@@ -223,15 +228,23 @@ class Call:
             raise Refused(kind, why)
         return None if tag == ANY else int(tag.strip('"'))
 
-    def change_live(self, changes: Mapping[str, Any], **given: Any) -> LiveState:
+    def change_live(
+        self, changes: Mapping[str, Any], *, expected: int | None = None, **given: Any
+    ) -> LiveState:
         """Change live settings at the revision of the request, whose new one is its entity tag.
+
+        Args:
+            changes: by name.
+            expected: another revision.
+            given: reason of the change, and how long it lasts.
 
         Raises:
             StaleRevision: another change came first; the request is refused.
         """
-        state = self.store.change_live(
-            changes, expected=self.expected_revision(), by=self.actor.name, **given
-        )
+        expected = self.expected_revision() if expected is None else expected
+        before = self.store.live().effective
+        state = self.store.change_live(changes, expected=expected, by=self.actor.name, **given)
+        self.note(changed(changes, before, state.effective))
         self.tag(state.revision)
         return state
 

@@ -223,6 +223,7 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     import secrets
 
     from api.monitor.membership import MembershipPlan
+    from eplb.core.model import named_ranks
     from telemetry.state.membership import MembershipRefused
 
     store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
@@ -262,6 +263,8 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     retires, joins = sorted(members - set(wanted)), sorted(set(wanted) - members)
     loss = _loss(call, model, topology, serving, retires, joins)
     call.tag(store.epoch())
+    done = "a dry run" if operation is None else f"operation {operation.id}"
+    call.note(f"{done}, so that {named_ranks(wanted)} serve")
     return MembershipPlan(body.dry_run, refusal, wanted, joins, retires, loss, operation)
 
 
@@ -333,7 +336,7 @@ def _refusal(
         if why:
             return (
                 f"rank {rank} cannot change its group while it serves: {why}; start all ranks "
-                "again with other [topology] settings instead"
+                "again, with agent.serve_on or with other [topology] settings"
             )
     return ""
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from telemetry.state.store import StateStore
 
 # A list with one pin too many still fits a body of 64 KiB.
-MOST_PINS, MOST_RANKS, MOST_TEXT = 1000, 64, 20_000
-MOST_NUMBER = 999_999
+MOST_PINS, PIN_RANKS, MOST_TEXT = 1000, 64, 20_000
+MOST_NUMBER = 999_999  # of layers and experts
 GROUP = (
     "Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is none such, or "
     "another change came first; 2: bad input, no such service or store, or no permission."
@@ -52,7 +52,7 @@ class Pin(Arguments):
     expert: Expert
     ranks: Annotated[
         list[Rank],
-        Meaning("numbers of ranks, each once", min_length=1, max_length=MOST_RANKS, example=[0, 4]),
+        Meaning("numbers of ranks, each once", min_length=1, max_length=PIN_RANKS, example=[0, 4]),
     ]
     layer: Layer = None
 

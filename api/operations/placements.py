@@ -138,7 +138,7 @@ def placements(call: Call, limit: Limit = 100, before: Before = None) -> Page[Pl
 def show_lines(found: dict[str, Any]) -> None:
     """List placements that ranks served, newest first, and why each was made."""
     shown = (one | {"replicas": sum(one["num_replicas"])} for one in found["placements"])
-    listing(shown, "generation time plan_id:plan replicas hash reason")
+    listing(shown, "generation time plan_id:plan replicas hash reason", none="no placements")
 
 
 # -- what differs between two

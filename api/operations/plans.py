@@ -32,7 +32,7 @@ from api.operations.declaration import (
     command,
     operation,
 )
-from api.operations.printing import WHY, line, listing, more
+from api.operations.printing import WHY, line, listing, more, words
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ OF_PROPOSALS = (
 
 def _answered(call: Call, task: TaskAnswer) -> TaskAnswer:
     """The task, with status 202 until it is done."""
+    shown = ("decision", "num_moves", "plan_id", "dry_run", "error")
+    facts = {name: task.result.get(name) for name in shown}
+    call.note(f"task {task.id} {task.state}: {words({**task.request, **facts, 'reason': None})}")
     return _not_yet(call, task) if task.state in ("queued", "running") else task
 
 
@@ -139,7 +142,7 @@ def show_tasks(found: dict[str, Any]) -> None:
         one["result"] | one | {"reason": one["result"].get("error") or one["request"].get("reason")}
         for one in listed["tasks"]
     )
-    listing(shown, "id time kind state plan_id:plan reason")
+    listing(shown, "id time kind state plan_id:plan reason", none="no tasks in this state")
     more(listed)
 
 
@@ -266,7 +269,7 @@ def _ask_to_move(call: Call, kind: str, body: Any, *, is_dry_run: bool) -> TaskA
 def _print_task(found: dict[str, Any]) -> None:
     result = found["result"]
     columns = "task decision before after num_moves:moves plan_id:plan reason"
-    listing([result | {"task": found["id"]}], columns)
+    listing([result | {"task": found["id"]}], columns, none="no task")
     if result.get("published"):
         line(f"plan {result['plan_id']} is published to the ranks")
         if found["kind"] == "rollback":
@@ -435,6 +438,7 @@ def show_proposals(found: dict[str, Any]) -> None:
         shown,
         "id state expires by decision imbalance_before:before imbalance_after:after moves GB "
         "reason",
+        none="no proposals",
     )
 
 
@@ -535,6 +539,7 @@ def ask_to_explain(
         return ask(proposal, proposal_id=proposal_id)
     if proposal_id is not None or layer is None or expert is None:
         raise ConfigError(
-            "found neither a proposal alone nor --layer and --expert, expected one of them"
+            "found neither a proposal alone nor --layer and --expert, expected one of them, as "
+            f"{ask_to_explain.example}"
         )
     return ask(explanation, layer=layer, expert=expert)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 WHY = "from the command line"  # default reason of a change by a command
-TIME_OR_AGE = "2026-03-01T12:00 (UTC), or an age as 90m, 12h or 7d"
+TIME_OR_AGE = "2026-03-01T12:00 or, of today, 12:00 (UTC), or an age as 90m, 12h or 7d"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # Fields that are seconds since the epoch.
 TIMES = frozenset({"time", "since", "until", "expires", "start", "end", "broke_at"})
 
 
-def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> None:
+def listing(items: Iterable[dict[str, Any]], columns: str, none: str) -> None:
     """Print items of an answer as a table, a field in each column.
 
     Times are printed as dates, lists with commas.
@@ -23,13 +24,13 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str = "") -> No
     Args:
         items: the items of the answer.
         columns: names of fields, the last one of text; ``plan_id:plan`` has another heading.
-        none: text for an empty list; "": the headings are printed.
+        none: is printed for an empty list.
     """
     from api.terminal.printable import print_table
 
     fields = [column.partition(":") for column in columns.split()]
     rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]
-    if none and not rows:
+    if not rows:
         line(none)
     else:
         *headings, last = (heading or name for name, _, heading in fields)
@@ -43,6 +44,18 @@ def cell(name: str, value: Any) -> Any:
     if name == "seconds" and isinstance(value, dict):
         return ", ".join(f"{stage} {seconds}" for stage, seconds in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Give values with their names, without those that are not known."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return ", ".join(f"{name} {json.dumps(value)}" for name, value in known.items())
+
+
+def changed(names: Iterable[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Give values that a change has set, before and after it."""
+    pairs = ((name, before.get(name), after.get(name)) for name in names)
+    return ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, old, new in pairs)
 
 
 def line(*texts: str) -> None:
@@ -77,7 +90,9 @@ def time_of(option: str, text: str) -> float:
         if age:
             found = now - int(age[1]) * UNITS_S[age[2]]
         else:
-            parsed = datetime.fromisoformat(text)
+            is_of_day = re.fullmatch(r"\d\d:\d\d(:\d\d)?", text)
+            day = time.strftime("%Y-%m-%dT", time.gmtime(now)) if is_of_day else ""
+            parsed = datetime.fromisoformat(day + text)
             found = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError) as exc:
         raise ConfigError(f"{option} is {text!r}, expected a time as {TIME_OR_AGE}") from exc

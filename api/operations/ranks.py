@@ -75,6 +75,7 @@ def show_reports(found: list[dict[str, Any]]) -> None:
         (one | {"alive": "yes" if one["is_alive"] else "no"} for one in found),
         "rank node alive step generation phase age_s step_ms wait_ms state experts sole_experts "
         "frozen",
+        none="no run has begun, so there are no ranks yet",
     )
 
 
@@ -133,9 +134,7 @@ def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
         revision = state.revision if expected is None else expected
         changes = {"cordons": written_cordons(cordons)}
         try:
-            changed = store.change_live(
-                changes, expected=revision, reason=reason, by=call.actor.name
-            )
+            changed = call.change_live(changes, expected=revision, reason=reason)
         except StaleRevision as exc:
             why = exc
             if expected is not None:
@@ -211,7 +210,7 @@ def _state(found: Cordon | None, held: int) -> RankState:
 
 
 def _print_ranks(found: dict[str, Any]) -> None:
-    listing(found["ranks"], "rank node host experts sole_experts state")
+    listing(found["ranks"], "rank node host experts sole_experts state", none="no ranks")
     line(*(f"not met: {why}" for why in found["unmet"]))
     if found["waits"]:
         line(f"not moved: {found['waits']}")

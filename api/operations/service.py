@@ -156,6 +156,7 @@ def show_deployments(found: dict[str, Any]) -> None:
     listing(
         found["deployments"],
         "name:deployment verdict num_ranks:ranks generation imbalance movement reason",
+        none="no deployments",
     )
 
 

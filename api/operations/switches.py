@@ -200,11 +200,10 @@ def change_settings(call: Call, body: Any) -> Any:
     """Change live settings. At the revision in `If-Match`. Those that are not named stay; null
     removes a live value.
     """
-    from api.http.live_settings import change_settings as change
+    from api.http.live_settings import changes_in, settings_answer
 
-    answer = change(call.store, body, call.expected_revision(), call.actor.name)
-    call.tag(answer.revision)
-    return answer
+    call.expected_revision()  # first: without the header it is refused whatever it names
+    return settings_answer(call.change_live(changes_in(body), reason=body.reason))
 
 
 # -- commands

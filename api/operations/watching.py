@@ -6,11 +6,13 @@ Shapes:  T windows, L MoE layers, E experts, R ranks.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from api.http.problems import ProblemType, Refused
+from api.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.operations.declaration import (
     JSON,
     MAX_ID,
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from api.monitor.state import DecisionRecord
     from telemetry.state.events import Event
 
-KEPT_WINDOWS, KEPT_SCORES = 64, 4096  # windows and scores that the monitor keeps
 LAST_ID = "Last-Event-ID"
 LAST_ID_FORM = {"type": "integer", "minimum": 0, "maximum": MAX_ID}
 
@@ -283,10 +284,21 @@ def events(
     return Page.of(found, limit, lambda one: one.id)
 
 
-def show_events(found: dict[str, Any]) -> None:
-    """Print events."""
+def plan_words(detail: Mapping[str, Any]) -> str:
+    """Give a decision in words; its reason often begins with the imbalance."""
+    reason = str(detail.get("reason", ""))
+    names = ("imbalance_before", "imbalance_after", "moves", "cost_s")
+    before, after, moves, cost_s = (float(detail.get(name) or 0.0) for name in names)
+    figures = f"{before:.3f} -> {after:.3f}, {moves:.0f} moves in {cost_s:.3g} s"
+    return f"{detail.get('decision', '')} {figures}: {reason}"
 
-    def words(detail: dict[str, Any]) -> str:
+
+def show_events(found: dict[str, Any]) -> None:
+    """Print events, each with what people need of it; --json has the rest."""
+
+    def words(kind: str, detail: dict[str, Any]) -> str:
+        if kind == "plan":
+            return plan_words(detail)
         items = [
             (name, one)
             for name, one in detail.items()
@@ -294,8 +306,8 @@ def show_events(found: dict[str, Any]) -> None:
         ]
         return " ".join(f"{name}={cell(name, value)}" for name, value in items)
 
-    shown = (one | {"detail": words(one["detail"])} for one in found["events"])
-    listing(shown, "id time kind detail")
+    shown = (one | {"detail": words(one["kind"], one["detail"])} for one in found["events"])
+    listing(shown, "id time kind detail", none="no events")
     more(found)
 
 

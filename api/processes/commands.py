@@ -258,10 +258,14 @@ class Commands:
     Args:
         settings: of their restarts.
         note: stores an event.
+        stop: the signals of this process. A terminal and a service manager send them to commands
+            too, whose exits then are no failures; None: commands do not get them.
     """
 
-    def __init__(self, settings: SupervisionSettings, note: Note) -> None:
-        self._settings, self._note = settings, note
+    def __init__(
+        self, settings: SupervisionSettings, note: Note, stop: StopSignals | None = None
+    ) -> None:
+        self._settings, self._note, self._stop = settings, note, stop
         self._commands: list[Command] = []
         self._is_ending = False
 
@@ -313,6 +317,7 @@ class Commands:
         if command.process is None:
             return
         has_ended = command.process.poll() is not None  # first: what it reported last counts
+        is_ending = self._is_ending or (self._stop is not None and self._stop.received > 0)
         for report in command.reports():
             kind, _, text = report.partition("=")
             if kind == "STATUS":
@@ -325,13 +330,13 @@ class Commands:
         supervised = command.supervised
         how, status = command.exit_text(), command.process.returncode
         try:
-            if status >= 0 and not self._is_ending:
+            if status >= 0 and not is_ending:
                 is_refusal = status == REFUSED and not supervised.was_ready
                 if is_refusal or not command.comes_back:
                     raise CommandEnded(command)
         finally:
             command.process = None
-        if self._is_ending:
+        if is_ending:
             supervised.retire()
         else:
             supervised.ended(f"{how} ({command.status})" if status > 0 and command.status else how)

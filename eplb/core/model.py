@@ -144,6 +144,20 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks) or 'none'}"
 
 
+def slot_shortage(
+    ranks: Sequence[int], num_slots: int, num_experts: int, spare_slots: int = 0
+) -> str:
+    """Why ranks cannot hold the experts of a layer, each in a slot at least; "": they can."""
+    if num_slots >= num_experts:
+        return ""
+    where = named_ranks(ranks) if ranks else "no rank"
+    spares = f" (without {spare_slots} of each)" if spare_slots else ""
+    return (
+        f"found {num_slots} slots in a layer on {where}{spares} for {num_experts} "
+        "experts that must be there, expected one or more for each"
+    )
+
+
 def _preset(
     first: int, last: int, num_experts: int, top_k: int, hidden: int, intermediate: int
 ) -> ModelShape:

@@ -23,7 +23,7 @@ from eplb.core.demand import Demand, Scenarios, demand_of
 from eplb.core.dispatch import DispatchRule, check_topology
 from eplb.core.jit import BoolArray, FloatArray, IntArray
 from eplb.core.load import LoadHistory, Phase, sampling_noises
-from eplb.core.model import ModelShape
+from eplb.core.model import ModelShape, slot_shortage
 from eplb.core.placement import Placement, check_sources
 from eplb.core.topology import Topology
 from eplb.core.zones import Zones, keeps_groups, with_groups_kept, zones_for
@@ -194,11 +194,9 @@ class Problem:
     def _check_room(self) -> None:
         usable = self.room.sum(axis=1)
         for layer in np.flatnonzero(usable < self.num_experts)[:1]:
-            where = "" if self.constraints.slots is None else f" that layer {layer} may use"
-            raise PlacementError(
-                f"{usable[layer]} slots on live ranks{where} for {self.num_experts} experts, "
-                "expected at least one slot for each expert"
-            )
+            where = "" if self.constraints.slots is None else f"layer {layer}: "
+            able = np.flatnonzero(self.room[layer]).tolist()
+            raise PlacementError(where + slot_shortage(able, int(usable[layer]), self.num_experts))
 
     def of_layers(self, layers: NDArray[np.intp]) -> Problem:
         """The problem of some layers: with their part of the budget, at the price of the whole."""

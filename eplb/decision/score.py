@@ -24,17 +24,16 @@ MOST_IMBALANCE = 64.0  # upper end of the search for the dead zone
 
 
 def objective_for(problem: Problem) -> tuple[Objective, str]:
-    """Choose the objective for the problem's batch size, and return the reason.
+    """Choose the objective for the problem's batch size, and return the reason; "": no choice.
 
     Up to the tokens at which reading an expert's weights takes as long as its products, by the
     curve, the number of experts that a rank reads decides its time, beyond that its tokens do
     (measured: benchmarks/reports/2026-11-24-objective.md).
     """
     steps = problem.history.steps_per_window[problem.complete]
-    if steps.max() == 1:
-        return "tokens", "windows of one step, or without steps"
-    if not problem.cost.curve:  # the constant is of a device that this one may not be
-        return "tokens", "no curve of the experts' time was given or measured"
+    # Windows of one step, or without steps; and the constant, of a device that this may not be.
+    if steps.max() == 1 or not problem.cost.curve:
+        return "tokens", ""
     tokens = problem.routed.mean(axis=1)  # [T]
     rows = float((tokens / steps).mean()) / int(problem.topology.usable_slots.sum())
     most = ridge(problem.cost.timed.curve)

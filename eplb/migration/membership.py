@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.model import named_ranks, spans
+from eplb.core.model import named_ranks, slot_shortage
 from eplb.core.placement import Placement, holders, slots_in_use
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
@@ -67,14 +67,12 @@ def wanted_for(
         others = [rank for rank in able if rank not in chosen]
         chosen.add(min(others, key=lambda rank: (*_crowd(rank, chosen, topology), rank)))
     room = np.maximum(topology.slots_of_rank.astype(np.int64) - spare_slots, 0)
+    largest = sorted(sorted(chosen, key=lambda rank: -room[rank])[:count])
+    if why := shortage(largest, placement.num_experts, topology, spare_slots):
+        raise PlacementError(why)
     holds = holders(placement, topology) & topology.alive[:, None]
     while len(chosen) > count:
         fit = _dispensable(chosen, len(chosen) - count, room, placement.num_experts)
-        if not fit:
-            raise PlacementError(
-                f"no {count} of the ranks {spans(sorted(chosen))} have a slot for each of "
-                f"{placement.num_experts} experts, with {spare_slots} spare slots on each"
-            )
         costs = _costs_of_retiring(fit, chosen, holds, topology, num_groups)
         chosen.remove(min(costs, key=costs.__getitem__))
     return tuple(sorted(chosen | (set(wanted) - set(able))))
@@ -130,12 +128,7 @@ def shortage(
 ) -> str:
     """Why so few ranks cannot hold every expert; "": they can."""
     room = int(np.maximum(topology.slots_of_rank[sorted(wanted)] - spare_slots, 0).sum())
-    if room >= num_experts:
-        return ""
-    return (
-        f"{len(wanted)} ranks have {room} slots in a layer, without {spare_slots} spares on each, "
-        f"for {num_experts} experts, expected at least one for each"
-    )
+    return slot_shortage(sorted(wanted), room, num_experts, spare_slots)
 
 
 def leavers(wanted: Collection[int] | None, topology: Topology) -> tuple[int, ...]:

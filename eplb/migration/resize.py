@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.model import slot_shortage
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
@@ -41,11 +42,9 @@ def taken_over(
         TopologyError: a rank has fewer slots than spares.
     """
     room = without_spares(after, spare_slots).slots_of_rank  # [R]
-    if int(room.sum()) < placement.num_experts:
-        raise PlacementError(
-            f"{after.num_ranks} ranks have {room.sum()} slots a layer without spares for "
-            f"{placement.num_experts} experts, expected at least one for each"
-        )
+    ranks = range(after.num_ranks)
+    if why := slot_shortage(ranks, int(room.sum()), placement.num_experts, spare_slots):
+        raise PlacementError(why)
     held = np.full((placement.num_layers, after.num_slots), EMPTY, dtype=np.int32)
     num_kept = 0
     for old, new in zip(placement.slot_to_expert, held, strict=True):

@@ -35,6 +35,7 @@ JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the on
 OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
 WAITING = "waiting"  # kind: ranks cannot start yet
+STOPPED = "stopped"  # kind: the ranks of a host ended as they were asked to
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
 FAULT = "fault"  # kind: injected for a trial
 RESTART = "restart"  # kind: survivors cannot serve on, and all ranks start again

@@ -78,13 +78,13 @@ def test_cordons_and_drains_that_fit_are_taken_together() -> None:
         ({4: DRAIN}, "rank 4 (drain): expected ranks 0..3"),
         (
             {0: DRAIN, 1: DRAIN, 2: DRAIN},
-            "rank 2 (drain): the 1 ranks that may take experts have 3 slots in a layer for the 6 "
-            "experts that must be on one of them, expected at least one for each",
+            "rank 2 (drain): found 3 slots in a layer on rank 3 for 6 experts that must be there, "
+            "expected one or more for each",
         ),
         (
             {0: CORDON, 1: DRAIN, 2: DRAIN},
-            "rank 2 (drain): the 1 ranks that may take experts have 3 slots in a layer for the 4 "
-            "experts that must be on one of them, expected at least one for each",
+            "rank 2 (drain): found 3 slots in a layer on rank 3 for 4 experts that must be there, "
+            "expected one or more for each",
         ),
     ],
 )

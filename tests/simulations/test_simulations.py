@@ -216,7 +216,7 @@ def simulate(*arguments: str) -> Result:
         (("none.npz",), "none.npz does not exist"),
         (("generated:nope",), "unknown workload 'nope'"),
         (("generated:gamma", "--policy", "best"), "unknown policy 'best'"),
-        (("generated:gamma", "--slots", "60"), "60 slots on live ranks for 64 experts"),
+        (("generated:gamma", "--slots", "60"), "found 60 slots in a layer on ranks"),
         (("generated:gamma", "--ranks", "2", "--nodes", "4"), "2 ranks on 4 nodes"),
         (("generated:gamma:layers=3", "--model", "mixtral-8x7b"), "the model 32 x 8"),
         (("generated:gamma", "--window-tokens", "7"), "are for trace files"),

@@ -41,7 +41,7 @@ export function showRecords() {
   text($("no-change"), unread || "No change yet.");
   keyed($("changes"), changes, (one) => one.number, (one) => element("div", { class: "entry" }, when(one.time),
     element("span", { class: /^2|done/.test(one.outcome) ? "tag" : "tag warning" }, one.outcome),
-    `${one.action}${one.reason && `: ${one.reason}`}`,
+    `${one.action}${one.detail && ` (${one.detail})`}${one.reason && `: ${one.reason}`}`,
     element("div", { class: "figures" }, `${one.actor} (${one.role}), ${one.address}`)));
 }
 

@@ -82,9 +82,11 @@ def test_operator_proposes_approves_and_goes_back_on_a_store(
     assert (dry["dry_run"], dry["published"]) == (True, False)
     assert store.published() is None
     assert on_store.json("tasks", "--state", "failed") == {"tasks": [], "next": None}
-    audited = [one.action for one in Audit(tmp_path).entries() if one.outcome == "asked"]
-    assert audited[0] == "POST /api/v1/proposals"
-    assert audited[-1] == "POST /api/v1/rollbacks"
+    entries = list(Audit(tmp_path).entries())
+    assert entries[0].action == "POST /api/v1/proposals"
+    assert (asked := entries[-2]).action == "POST /api/v1/rollbacks"
+    assert asked.detail == "generation 0, dry_run true"
+    assert re.match("task [0-9]+ done: generation 0, dry_run true, decision ", entries[-1].detail)
 
 
 def test_operator_reads_and_rejects_at_a_service(deployment: Deployment) -> None:

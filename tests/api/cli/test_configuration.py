@@ -278,8 +278,12 @@ def test_live_config_changes_a_setting_and_removes_it(tmp_path: Path) -> None:
     entries = list(Audit(tmp_path).entries())
     assert [one.outcome for one in entries] == ["asked", "done"] * 2
     assert [(one.action, one.reason, one.actor) for one in entries[::2]] == [
-        ("config --live pay_back_s=300.0, observe=True", "look", local_actor()),
-        ("config --live pay_back_s=None", "changed from the command line", local_actor()),
+        (
+            "config --live pay_back_s 240.0 -> 300.0, observe false -> true",
+            "look",
+            local_actor(),
+        ),
+        ("config --live pay_back_s 300.0 -> 240.0", "changed from the command line", local_actor()),
     ]
 
 

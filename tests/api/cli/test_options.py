@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from api.operations.printing import listing
+from api.operations.printing import listing, time_of
+from api.operations.watching import show_events
 from api.terminal.progress import progress
 from tests.support.documents import commands
 
@@ -55,6 +59,24 @@ def test_options_of_a_command_have_the_spelling_and_meaning_of_all_others(name: 
         assert options["--redundant"].help == "Redundant experts of a layer."
     if "--redundant-per-rank" in options:
         assert options["--redundant-per-rank"].help.startswith("Redundant slots of each rank")
+
+
+def test_time_of_day_is_that_of_today() -> None:
+    midnight = time.time() // 86_400 * 86_400
+
+    assert time_of("--since", "00:00") in (midnight, midnight + 86_400)  # it may be midnight
+    assert time_of("--since", "00:00:00") % 86_400 == 0
+
+
+def test_decision_is_printed_in_words() -> None:
+    detail = {"decision": "MOVE", "window": 3, "imbalance_before": 1.15, "imbalance_after": 1.01}
+    detail |= {"moves": 188, "cost_s": 0.1, "reason": "rank 7 is drained"}
+    event = {"id": 7, "time": 0.0, "kind": "plan", "detail": detail}
+    with redirect_stdout(StringIO()) as shown:
+        show_events({"events": [event], "next": None})
+
+    line = shown.getvalue().splitlines()[1]
+    assert line.endswith("plan  MOVE 1.150 -> 1.010, 188 moves in 0.1 s: rank 7 is drained")
 
 
 LOAD = "generated:gamma:layers=2,experts=8,windows=4"
@@ -118,7 +140,7 @@ def test_one_judged_window_has_no_percentiles_and_singular_nouns() -> None:
 
 
 def test_lines_of_a_pipe_have_no_blanks_at_their_end(capsys: pytest.CaptureFixture[str]) -> None:
-    listing([{"id": 1, "text": "a"}, {"id": 2, "text": "b" * 300}], "id text")
+    listing([{"id": 1, "text": "a"}, {"id": 2, "text": "b" * 300}], "id text", none="none")
 
     assert capsys.readouterr().out.splitlines() == ["id  text", " 1  a", f" 2  {'b' * 300}"]
 

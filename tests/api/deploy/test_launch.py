@@ -25,6 +25,7 @@ from eplb.migration.recovery import Recovery
 from rebalance.assembly import places
 from rebalance.assembly.description import DeploymentDescription
 from rebalance.assembly.places import claim_place
+from telemetry.state.events import STOPPED
 from tests.support.deployments import (
     EPLB,
     SMALL,
@@ -240,7 +241,8 @@ def test_store_that_is_absent_at_the_start_is_waited_for(tmp_path: Path) -> None
         status, said = run(launch, ends=starts_the_store)
 
     assert status == 0
-    assert [line.partition(",")[0] for line in said[1:]] == ["wrote the first placement"]
+    assert said[1].startswith("wrote the first placement, ")
+    assert said[2:] == ["the ranks of host 0 have ended well, without a signal"]
 
 
 def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None:
@@ -264,7 +266,11 @@ def test_signal_reaches_every_rank_and_ends_the_launcher(tmp_path: Path) -> None
     status, said = run(launch)
     thread.join()
 
-    assert (status, len(said)) == (0, 1), said
+    assert (status, len(said)) == (0, 2), said
+    assert said[1] == "the ranks of host 0 have ended well, stopped on purpose by SIGTERM"
+    with closing(launch.deployment.opened_store()) as store:
+        (stopped,) = store.events_backwards({STOPPED})
+    assert stopped.detail == {"host": 0, "message": said[1]}
     assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
 
 

@@ -76,6 +76,16 @@ def run(tmp_path: Path, *words: str, **environ: str) -> tuple[int, str]:
     return found.exit_code, found.output
 
 
+def test_status_has_the_last_problem_of_a_day(tmp_path: Path, store: StateStore) -> None:
+    assert "last problem" not in run(tmp_path)[1]
+    store.add_event("error", {"where": "load", "message": "a sample of rank 1 was refused"})
+
+    status, shown = run(tmp_path)
+
+    line = r"last problem at \d{4}-.*Z, over now: a sample of rank 1 was refused"
+    assert (status, bool(re.search(line, shown))) == (0, True), shown
+
+
 def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     tmp_path: Path, store: StateStore
 ) -> None:
@@ -88,8 +98,7 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     assert "serves     generation 1, step 7, run a" in shown
     assert "imbalance  1.60 in the latest window, 1.60 unbalanced" in shown
     assert "pace       the deployment's own; fixed: step_time_budget is 0" in shown
-    constant = "the constant, of DeepSeek-V3's experts in FP8 on an H200"
-    assert f"curve      {constant}: no rank measured its experts" in shown
+    assert "so objective auto balances tokens: no rank measured its experts" in shown
     assert "switches   movement on, observe off" in shown
     ours = Announcement(RANKS, "a").version
     assert f"versions   ranks: {ours}; controller: a version not announced" in shown

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from api.monitor import KEPT_WINDOWS
 from api.monitor import reader as readers
 from api.monitor.history import MINUTE_S, History
-from api.monitor.monitor import KEPT_WINDOWS, Monitor
+from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
 from api.monitor.state import Grade, WindowScore
 from eplb import build_migration

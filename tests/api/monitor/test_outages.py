@@ -10,7 +10,7 @@ from api.metrics.definitions import metrics_of
 from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.state import Grade, Reading
-from telemetry.state.events import Outage, outage_of
+from telemetry.state.events import STOPPED, Outage, outage_of
 from telemetry.state.store import StateStore
 from tests.support.rank_reports import rank_report
 from tests.support.stores import MemoryStore, StoreClock
@@ -33,6 +33,23 @@ def store(clock: StoreClock) -> Iterator[StateStore]:
     begin_run(opened, "a", START)
     yield opened
     opened.close()
+
+
+def test_stop_on_purpose_is_the_cause_of_the_outage_and_no_anomaly(
+    store: StateStore, clock: StoreClock
+) -> None:
+    monitor, why = monitor_of(store, clock), "the ranks of host 0 were stopped on purpose"
+    serve(store, "a", range(3), START)
+    clock.now = START + 5
+    store.add_event(STOPPED, {"host": 0, "message": why})
+    clock.now = START + 10
+    state = looked(monitor).state
+    begin_run(store, "b", clock.now)
+    serve(store, "b", range(1), clock.now)
+
+    assert (state.verdict, state.death and state.death.is_planned) == (Grade.STOPPED, True)
+    assert looked(monitor).counts.total("anomalies", "rank_death") == 0
+    assert [reason for *_, reason in outages(store)] == [why]
 
 
 def monitor_of(store: StateStore, clock: StoreClock) -> Monitor:

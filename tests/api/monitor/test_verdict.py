@@ -149,6 +149,16 @@ def test_worst_finding_comes_first_and_all_are_listed() -> None:
     assert found == ["no token for 56 s", "silent ranks: 1", "no leader"]
 
 
+def test_ranks_that_were_stopped_on_purpose_are_one_finding_without_silence() -> None:
+    stop = Death(NOW - 60, "the ranks of host 0 were stopped on purpose, by SIGTERM", True)
+
+    state = seen(ranks=ALL_SILENT, token_time=NOW - 61, death=stop, **STUCK).state
+
+    assert state.problems == (f"no token for 61 s: {stop.text}",)
+    again = seen(ranks=ALL_SILENT, token_time=NOW - 61, death=stop, started=NOW - 30).state
+    assert any("silent ranks" in one for one in again.problems)
+
+
 def test_deployment_is_not_stopped_between_two_samples_or_after_a_later_token() -> None:
     for grade, changes in (
         (Grade.SERVING, {"token_time": NOW - 56, "sample_every_s": 20.0}),

@@ -135,6 +135,33 @@ def test_command_without_a_supervisor_reports_nothing() -> None:
     notifier.alive()
 
 
+SIGNALLED = """
+import os
+import signal
+import sys
+from api.interrupts import StopSignals
+from api.processes.commands import Commands
+from api.processes.supervision import SupervisionSettings
+
+stop = StopSignals()
+commands = Commands(SupervisionSettings(), lambda where, what: print("noted:", what), stop)
+waits = [sys.executable, "-c", "import signal; signal.pause()"]
+command = commands.add("the child", "child", waits)
+os.kill(os.getpid(), signal.SIGTERM)  # as a service manager does, to the child too
+command.process.terminate()
+while command.process is not None:
+    commands.look(1.0)
+print(command.supervised.state.value)
+"""
+
+
+def test_exit_of_a_command_after_a_signal_to_both_is_no_failure() -> None:
+    words = [sys.executable, "-c", SIGNALLED]
+    ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRON, check=True)
+
+    assert ran.stdout == "down\n"
+
+
 MAKES_CYCLES = """
 import gc, weakref
 from api.processes.commands import settle

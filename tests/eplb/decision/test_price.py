@@ -271,7 +271,7 @@ def test_ranks_without_a_usable_curve_leave_the_constant(
     curve, source = chosen_curve((), measured)
 
     assert curve == ()
-    assert source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200: ")
+    assert source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200, so ")
     assert why in source
 
 

@@ -52,7 +52,7 @@ def test_ranks_are_retired_wherever_any_choice_has_the_slots(seed: int) -> None:
     possible = [one for one in choices if not shortage(one, placement.num_experts, topology)]
 
     if not possible:
-        with pytest.raises(PlacementError, match=f"no {count} of the ranks"):
+        with pytest.raises(PlacementError, match="that must be there"):
             wanted_for(count, everyone, placement, topology)
     else:
         assert wanted_for(count, everyone, placement, topology) in possible
@@ -133,10 +133,8 @@ def test_spare_slots_of_every_rank_are_not_counted_as_room() -> None:
     placement = Placement([[0, 1, EMPTY, 2, 3, EMPTY, 4, 0, EMPTY]], 5)
 
     assert shortage((0, 1, 2), 5, topology, spare_slots=1) == ""
-    assert shortage((0, 1), 5, topology, spare_slots=1).startswith("2 ranks have 4 slots in a")
-    with pytest.raises(
-        PlacementError, match=r"no 2 of the ranks 0\.\.2 .* 5 experts, with 1 spare"
-    ):
+    assert shortage((0, 1), 5, topology, spare_slots=1).startswith("found 4 slots in a")
+    with pytest.raises(PlacementError, match=r"on ranks 0, 1 \(without 1 of each\) for 5 experts"):
         wanted_for(2, range(3), placement, topology, spare_slots=1)
 
 

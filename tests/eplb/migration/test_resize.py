@@ -26,7 +26,7 @@ def test_fewer_ranks_hold_each_expert_and_give_up_second_replicas_first() -> Non
 
 
 def test_too_few_slots_for_all_experts_are_refused() -> None:
-    with pytest.raises(PlacementError, match=r"2 ranks have 2 slots a layer .* 4 experts"):
+    with pytest.raises(PlacementError, match=r"found 2 slots in a layer on ranks 0, 1.* 4 experts"):
         taken_over(FOUR_EXPERTS, TWO, Topology.uniform(1, 2, 2), 1)
 
 

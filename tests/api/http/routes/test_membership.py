@@ -198,8 +198,12 @@ def test_second_operation_another_body_and_a_stale_epoch_are_refused(
     [
         ({"retire": [4]}, ProblemType.NO_SUCH_RANK, "there is no rank 4, expected 0..3"),
         ({"to": 5}, ProblemType.NO_SUCH_RANK, "5 ranks are to serve, expected 1..4"),
-        ({"to": 1}, ProblemType.IMPOSSIBLE_MEMBERSHIP, "have a slot for each of 4 experts"),
-        ({"retire": [0, 1, 2]}, ProblemType.IMPOSSIBLE_MEMBERSHIP, "1 ranks have 3 slots"),
+        ({"to": 1}, ProblemType.IMPOSSIBLE_MEMBERSHIP, "a layer on rank 0 for 4 experts"),
+        (
+            {"retire": [0, 1, 2]},
+            ProblemType.IMPOSSIBLE_MEMBERSHIP,
+            "found 3 slots in a layer on rank 3",
+        ),
         ({"to": 2, "retire": [1]}, ProblemType.INVALID_REQUEST, "names to, retire of"),
         ({}, ProblemType.INVALID_REQUEST, "names none of"),
         ({"id": "-", "to": 3}, ProblemType.INVALID_REQUEST, "id"),
@@ -228,7 +232,7 @@ def test_spare_slots_of_the_configuration_are_no_room_for_experts(
 
     assert problem_of(ask(client, to=2))[0] is ProblemType.IMPOSSIBLE_MEMBERSHIP
     named = ask(client, retire=[0, 1]).json()
-    assert named["refusal"].startswith("2 ranks have 2 slots in a layer, without 2 spares on each")
+    assert named["refusal"].startswith("found 2 slots in a layer on ranks 2, 3 (without 2 of each)")
 
 
 def test_drain_that_cordons_do_not_allow_is_refused_with_the_slots(
@@ -238,7 +242,7 @@ def test_drain_that_cordons_do_not_allow_is_refused_with_the_slots(
 
     dry, real = ask(client, retire=[3]), ask(client, retire=[3], dry_run=False)
 
-    assert dry.json()["refusal"].startswith("rank 3 (drain): the 0 ranks that may take experts")
+    assert dry.json()["refusal"].startswith("rank 3 (drain): found 0 slots in a layer on no rank")
     assert problem_of(real) == (ProblemType.IMPOSSIBLE_MEMBERSHIP, dry.json()["refusal"])
 
 

@@ -133,7 +133,7 @@ def test_operator_lists_cordons_and_uncordons_ranks_on_a_store(stored: list[str]
     assert [(one["state"], one["step"]) for one in found] == [("open", 1), ("cordoned", 1)]
     assert "cordoned" in run("ranks")[1]
     status, text = run("drain", "0")
-    assert (status, "slots in a layer for the 2 experts" in text) == (1, True)
+    assert (status, "for 2 experts that must be there" in text) == (1, True)
     assert run("drain", "5")[0] == 1
     assert run("drain", "x")[0] == 2
     assert json.loads(run("uncordon", "1", "--json")[1])["ranks"][1]["state"] == "open"

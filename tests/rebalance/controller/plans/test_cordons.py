@@ -123,7 +123,7 @@ def test_operation_that_waits_for_a_rank_does_not_fail_before_it_serves(
     waiting = died.store.membership_change()
     assert waiting is not None
     assert waiting.ended == ""
-    assert "3 slots in a layer for the 4 experts" in died.last_plan()["asked"]["unmet_cordons"][0]
+    assert " for 4 experts that must be there" in died.last_plan()["asked"]["unmet_cordons"][0]
 
 
 @pytest.mark.parametrize(("within_s", "ended"), [(0.0, "failed"), (3600.0, "")])
@@ -194,7 +194,7 @@ def test_drain_that_slots_do_not_allow_is_recorded_and_ends_no_planning(
     assert held(target, 2) != [EMPTY] * 3
     unmet = deployment.last_plan()["asked"]["unmet_cordons"]
     assert [one.partition(":")[0] for one in unmet] == ["rank 7 (cordon)", "rank 2 (drain)"]
-    assert "3 slots in a layer for the 4 experts" in unmet[1]
+    assert " for 4 experts that must be there" in unmet[1]
 
 
 def test_rollback_to_a_placement_on_a_drained_or_cordoned_rank_is_refused(
