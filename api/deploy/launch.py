@@ -362,12 +362,30 @@ class Rejoins:
 
     def __init__(self, launch: Launch, supervision: SupervisionSettings) -> None:
         self._launch = launch
+        self._serves_on = launch.deployment.description().config.serve_on
         self._restarts = {
             rank: Restarts(supervision.restart_after_death, supervision) for rank in launch.ranks
         }
         self._started: dict[int, float] = {}
         self._due: dict[int, float] = {}
         self._look_at = 0.0
+
+    def is_missed(self, ranks: LocalRanks) -> bool:
+        """Whether a start of all ranks waits in vain: the others serve without those of this host.
+
+        After a cut of some seconds a launcher may reach the store before the others have recorded
+        that they serve on.
+        """
+        now = time.monotonic()
+        if not self._serves_on or ranks.has_served or now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        try:
+            with closing(self._launch.deployment.opened_store()) as store:
+                return ranks_to_start(store, self._launch)[1]
+        except StoreError as exc:
+            log.debug("ranks that serve are not known: %s", exc)
+            return False
 
     def due(self, ranks: LocalRanks) -> list[int]:
         """Ranks to start now."""
@@ -446,6 +464,9 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             notifier.alive()
             if ranks.waits_for is not None:
                 waits.note(ranks.waits_for)
+            if not prepared.joins and rejoins.is_missed(ranks):
+                say("the other hosts serve without the ranks of this one, which start again to join")
+                ranks.end_start()
             for rank in rejoins.due(ranks) if not stop.received else ():
                 say(f"rank {rank} is started, to join those that serve")
                 heart.stop()  # no thread and no open store may cross the fork
@@ -455,6 +476,10 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
 
         with closing(excluded):
             how = ranks.wait(stop, look, excluded.look)
+        if ranks.has_missed and not stop.received:
+            died = ""
+            heart.stop()
+            continue
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received

@@ -139,6 +139,7 @@ class LocalRanks:
         self._starting = set(environs)  # ranks that have not served yet
         self._run = ""  # name of the run that the ranks begin, or serve in
         self._serves_on = joins  # whether the ranks serve in a later run than that of their start
+        self.has_missed = False  # whether the others began without the ranks of this start
         # What a rank that starts waits for, or why its start failed; "": all serve.
         self.waits_for: str | None = None
         self._named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
@@ -172,6 +173,12 @@ class LocalRanks:
         self._late.discard(rank)
         self._excluded.discard(rank)
         self._start(rank, environ)
+
+    def end_start(self) -> None:
+        """End ranks that wait for others which serve without them; no rank has failed."""
+        self.has_missed = True
+        self._late |= self._processes.keys()
+        self._kill()
 
     def absent(self, ranks: Collection[int]) -> frozenset[int]:
         """Those of ``ranks`` that do not run; none before the others serve on without them."""
@@ -215,7 +222,7 @@ class LocalRanks:
                     self._leave_out(set(excluded(self._run) or ()))
                     failed = self._first_failure()
                 if failed:
-                    given_s = END_DEADLINE_S if self._has_served else START_END_DEADLINE_S
+                    given_s = END_DEADLINE_S if self.has_served else START_END_DEADLINE_S
                     first, deadline = failed, min(deadline, time.monotonic() + given_s)
                     look_at = 0.0  # survivors record whom they exclude before they end
                     log.warning("%s; the other ranks have %g s to end", first, given_s)
@@ -264,10 +271,11 @@ class LocalRanks:
     def has_waited(self) -> bool:
         """Whether a start ended because a peer, a host cache or the store is absent."""
         statuses = {process.returncode for process in self._processes.values()}
-        return not self._has_served and ABSENT in statuses <= {0, ABSENT, -signal.SIGKILL}
+        return not self.has_served and ABSENT in statuses <= {0, ABSENT, -signal.SIGKILL}
 
     @property
-    def _has_served(self) -> bool:
+    def has_served(self) -> bool:
+        """Whether a rank of this start has served."""
         return self._starting < self._processes.keys()
 
     def _first_failure(self, ignored: Collection[int] | None = None) -> str:
