@@ -310,7 +310,8 @@ class WaitReports:
             return
         if now < self._tell_at and (what == self._told or not self._told):
             return
-        line = f"launcher of host {self._launch.host} waits for {what}, {now - self._since:.0f} s"
+        so_far = f"{now - self._since:.0f} s so far"
+        line = f"launcher of host {self._launch.host} waits for {what}, {so_far}"
         if what != self._told:
             self._say(line)
         self._tell_at, self._told = now + TELL_EVERY_S, what
@@ -377,7 +378,7 @@ class Rejoins:
         that they serve on.
         """
         now = time.monotonic()
-        if not self._serves_on or ranks.has_served or now < self._look_at:
+        if not (self._serves_on and ranks.is_starting) or now < self._look_at:
             return False
         self._look_at = now + LOOK_S
         try:
@@ -464,8 +465,8 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             notifier.alive()
             if ranks.waits_for is not None:
                 waits.note(ranks.waits_for)
-            if not prepared.joins and rejoins.is_missed(ranks):
-                say("the other hosts serve without the ranks of this one, which start again to join")
+            if rejoins.is_missed(ranks):
+                say("the other ranks serve without those of this one, which start again to join")
                 ranks.end_start()
             for rank in rejoins.due(ranks) if not stop.received else ():
                 say(f"rank {rank} is started, to join those that serve")

@@ -174,6 +174,11 @@ class LocalRanks:
         self._excluded.discard(rank)
         self._start(rank, environ)
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it is a start of all ranks, of which none has served yet."""
+        return not (self._serves_on or self._has_served)
+
     def end_start(self) -> None:
         """End ranks that wait for others which serve without them; no rank has failed."""
         self.has_missed = True
@@ -222,7 +227,7 @@ class LocalRanks:
                     self._leave_out(set(excluded(self._run) or ()))
                     failed = self._first_failure()
                 if failed:
-                    given_s = END_DEADLINE_S if self.has_served else START_END_DEADLINE_S
+                    given_s = END_DEADLINE_S if self._has_served else START_END_DEADLINE_S
                     first, deadline = failed, min(deadline, time.monotonic() + given_s)
                     look_at = 0.0  # survivors record whom they exclude before they end
                     log.warning("%s; the other ranks have %g s to end", first, given_s)
@@ -271,11 +276,10 @@ class LocalRanks:
     def has_waited(self) -> bool:
         """Whether a start ended because a peer, a host cache or the store is absent."""
         statuses = {process.returncode for process in self._processes.values()}
-        return not self.has_served and ABSENT in statuses <= {0, ABSENT, -signal.SIGKILL}
+        return not self._has_served and ABSENT in statuses <= {0, ABSENT, -signal.SIGKILL}
 
     @property
-    def has_served(self) -> bool:
-        """Whether a rank of this start has served."""
+    def _has_served(self) -> bool:
         return self._starting < self._processes.keys()
 
     def _first_failure(self, ignored: Collection[int] | None = None) -> str:
