@@ -71,9 +71,9 @@ class TwoHosts:
     def __enter__(self) -> TwoHosts:
         if not all(map(shutil.which, NEEDED)):
             raise OSError(f"expected the programs {', '.join(NEEDED)}")
-        own = "unshare --user --map-root-user --net --mount bash -c".split()
+        own = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
         self._keeper = subprocess.Popen(
-            [*own, self.script],
+            [*own, "bash", "-c", self.script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
