@@ -217,6 +217,7 @@ class _Retries:
 
     def __init__(self, rank: int, deadline: Deadline) -> None:
         self._rank, self._deadline = rank, deadline
+        self._told: set[str] = set()
 
     def left_s(self, what: str) -> float:
         if self._deadline.has_passed:
@@ -235,7 +236,10 @@ class _Retries:
                         f"rank {self._rank} cannot {what}: the store failed until the deadline: "
                         f"{exc}"
                     ) from exc
-                log.warning("rank %d cannot %s, retrying: %s", self._rank, what, exc)
+                # Once: an outage of seconds would fill the log with one cause.
+                level = logging.DEBUG if what in self._told else logging.WARNING
+                log.log(level, "rank %d cannot %s, retrying: %s", self._rank, what, exc)
+                self._told.add(what)
                 time.sleep(RETRY_S)  # a failing store sends no notification when it works again
 
 

@@ -148,7 +148,8 @@ class Authentication:
         if _proof(scope) is not None:
             log.warning("failed login of %s: %s %s", address, scope["method"], scope["path"][:100])
         detail = (
-            "no key or token of this deployment, expected one (Authorization: Bearer, or Basic)"
+            "no key or token of this deployment, expected one "
+            "(Authorization: Bearer, or Basic; of a command: EPLB_KEY)"
         )
         return problem(ProblemType.NOT_AUTHENTICATED, detail, {"WWW-Authenticate": CHALLENGE})
 

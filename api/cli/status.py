@@ -23,6 +23,7 @@ from api.cli.store_place import ApiOptions, audit_folder, configured_store, open
 from api.interrupts import StopSignals
 from api.operations.printing import at
 from api.terminal.printable import printable, unbreakable_console
+from api.terminal.progress import progress
 from eplb.errors import ConfigError, counted
 from telemetry.state.store import without_password
 
@@ -141,7 +142,9 @@ def _asked(
 
     settings = configured.settings()
     url, deployment = configured_store(place.store, place.deployment, settings)
-    with closing(open_existing(url, deployment)) as store:
+    with progress(f"waiting for {without_password(url)}"):
+        store = open_existing(url, deployment)
+    with closing(store):
         if place.store is None and place.deployment is None:
             check_configured(store, settings, os.environ)
         audit = Audit(audit_folder(url))

@@ -318,7 +318,8 @@ class WaitReports:
             return
         if now < self._tell_at and (what == self._told or not self._told):
             return
-        line = f"launcher of host {self._launch.host} waits for {what}, {now - self._since:.0f} s"
+        so_far = f"{now - self._since:.0f} s so far"
+        line = f"launcher of host {self._launch.host} waits for {what}, {so_far}"
         if what != self._told:
             self._say(line)
         self._tell_at, self._told = now + TELL_EVERY_S, what
@@ -366,12 +367,30 @@ class Rejoins:
 
     def __init__(self, launch: Launch, supervision: SupervisionSettings) -> None:
         self._launch = launch
+        self._serves_on = launch.deployment.description().config.serve_on
         self._restarts = {
             rank: Restarts(supervision.restart_after_death, supervision) for rank in launch.ranks
         }
         self._started: dict[int, float] = {}
         self._due: dict[int, float] = {}
         self._look_at = 0.0
+
+    def is_missed(self, ranks: LocalRanks) -> bool:
+        """Whether a start of all ranks waits in vain: the others serve without those of this host.
+
+        After a cut of some seconds a launcher may reach the store before the others have recorded
+        that they serve on.
+        """
+        now = time.monotonic()
+        if not (self._serves_on and ranks.is_starting) or now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        try:
+            with closing(self._launch.deployment.opened_store()) as store:
+                return ranks_to_start(store, self._launch)[1]
+        except StoreError as exc:
+            log.debug("ranks that serve are not known: %s", exc)
+            return False
 
     def due(self, ranks: LocalRanks) -> list[int]:
         """Ranks to start now."""
@@ -450,6 +469,9 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
             notifier.alive()
             if ranks.waits_for is not None:
                 waits.note(ranks.waits_for)
+            if rejoins.is_missed(ranks):
+                say("the other ranks serve without those of this one, which start again to join")
+                ranks.end_start()
             for rank in rejoins.due(ranks) if not stop.received else ():
                 say(f"rank {rank} is started, to join those that serve")
                 heart.stop()  # no thread and no open store may cross the fork
@@ -459,6 +481,10 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
 
         with closing(excluded):
             how = ranks.wait(stop, look, excluded.look)
+        if ranks.has_missed and not stop.received:
+            died = ""
+            heart.stop()
+            continue
         if not how:
             by = f"stopped on purpose by {stop.name}" if stop.received else "without a signal"
             ended = f"the ranks of host {launch.host} have ended well, {by}"

@@ -139,6 +139,7 @@ class LocalRanks:
         self._starting = set(environs)  # ranks that have not served yet
         self._run = ""  # name of the run that the ranks begin, or serve in
         self._serves_on = joins  # whether the ranks serve in a later run than that of their start
+        self.has_missed = False  # whether the others began without the ranks of this start
         # What a rank that starts waits for, or why its start failed; "": all serve.
         self.waits_for: str | None = None
         self._named = {HALT_FILE_VARIABLE: f"/proc/{os.getpid()}/fd/{theirs}"}
@@ -172,6 +173,17 @@ class LocalRanks:
         self._late.discard(rank)
         self._excluded.discard(rank)
         self._start(rank, environ)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it is a start of all ranks, of which none has served yet."""
+        return not (self._serves_on or self._has_served)
+
+    def end_start(self) -> None:
+        """End ranks that wait for others which serve without them; no rank has failed."""
+        self.has_missed = True
+        self._late |= self._processes.keys()
+        self._kill()
 
     def absent(self, ranks: Collection[int]) -> frozenset[int]:
         """Those of ``ranks`` that do not run; none before the others serve on without them."""

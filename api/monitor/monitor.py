@@ -76,6 +76,7 @@ from telemetry.state.membership import MembershipChange
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import (
+    HAS_ENDED,
     STEP_MS,
     STEP_TIMES,
     WAIT_MS,
@@ -555,6 +556,7 @@ class Monitor:
                 age_s=age_s,
                 step_ms=state.detail.get(STEP_MS),
                 wait_ms=state.detail.get(WAIT_MS),
+                has_ended=bool(state.detail.get(HAS_ENDED)),
                 frozen=state.frozen,
                 ahead_s=state.clock_offset_s,
                 silent_after_s=state.silent_after_s,

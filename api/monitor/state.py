@@ -222,6 +222,7 @@ class RankView:
         float | None,
         Meaning("of `step_ms`, the host's wait for exchanges: the slowest rank waits least"),
     ] = None
+    has_ended: Annotated[bool, Meaning("it left its serving loop as it was asked")] = False
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,11 @@ def _ranks(state: State) -> Iterator[Symptom]:
     if not state.silent_ranks:
         return
     silent = [view for view in state.ranks if view.rank in state.silent_ranks]
+    if len(silent) == len(state.members) and all(view.has_ended for view in silent):
+        text = f"all {len(silent)} ranks ended as they were asked, expected ranks that serve"
+        since = _oldest(state, silent)
+        yield Symptom("rank-silent", Grade.STOPPED, text, ranks=_numbers(silent), since=since)
+        return
     limit_s = max(view.silent_after_s for view in silent)
     yield Symptom(
         "rank-silent",

@@ -191,7 +191,7 @@ class EmbeddedRank:
                 let_go(before)  # all ranks of the new group have left the one before
                 report_run(rank, self.place.run, self._environ)
                 report_ready(rank, self._environ)
-                log.warning("rank %d serves in run %s: %s", rank, self.place.run, stages.seconds)
+                log.warning("rank %d serves in run %s: %s", rank, self.place.run, stages)
                 return True
         except EplbError as exc:
             log.warning("rank %d: no recovery: %s", rank, exc)

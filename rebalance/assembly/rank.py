@@ -44,7 +44,7 @@ from runtime.model.expert_times import measure_experts
 from runtime.routing import RoutingTable
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
-from telemetry.state.runs import RunInfo
+from telemetry.state.runs import HAS_ENDED, RunInfo
 from telemetry.state.store import StateStore
 
 FLUSH_DEADLINE_S = 20.0
@@ -95,6 +95,7 @@ class BuiltRank:
     def close(self, flush_deadline_s: float = FLUSH_DEADLINE_S) -> None:
         """End the agent, and write what it still has to report. The store stays open."""
         self.agent.close()
+        self.agent.notes[HAS_ENDED] = True
         self.reporter.state(self.agent.describe())
         try:
             self.reporter.close(flush_deadline_s)

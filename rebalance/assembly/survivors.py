@@ -73,6 +73,9 @@ class Stages:
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 4)
         self._last = now
 
+    def __str__(self) -> str:
+        return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
+
 
 def serve_on(
     built: BuiltRank, place: RankPlace, steps: int, stages: Stages
@@ -106,12 +109,10 @@ def serve_on(
         device=place.device,
     )
     try:
-        made = _in_group(built, place, record, groups, steps, stages)
+        return _in_group(built, place, record, groups, steps, stages)
     except BaseException:
         groups.votes.close(is_failure=True)  # the others must not wait for this rank
         raise
-    log.warning("rank %d serves on in membership %d: %s", rank, record.membership, stages.seconds)
-    return made
 
 
 def join_survivors(

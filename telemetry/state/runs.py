@@ -23,6 +23,7 @@ EXPERT_TIMES = "expert_times"  # the same: eplb.decision.expert_times.ExpertTime
 GROUP_STAYS = "group_stays"  # rank detail: why its group cannot change; "": it can
 CLOCK_OFFSET_S = "clock_offset_s"  # rank detail: time by which its host's clock is ahead
 REPORT_EVERY_S = "report_every_s"  # rank detail: longest time between two reports
+HAS_ENDED = "has_ended"  # rank detail: it has left its serving loop as it was asked
 PROGRESS_THREAD = "progress_thread"  # rank detail: the thread that ``progress_of`` begins with
 STEP_THREAD = "step"  # such a thread: the one that serves
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent

@@ -71,9 +71,13 @@ class TwoHosts:
     def __enter__(self) -> TwoHosts:
         if not all(map(shutil.which, NEEDED)):
             raise OSError(f"expected the programs {', '.join(NEEDED)}")
-        own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", self.script]
+        own = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
         self._keeper = subprocess.Popen(
-            own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*own, "bash", "-c", self.script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._keeper.stdout is not None, "it was asked for"
         pids = self._keeper.stdout.readline().split()

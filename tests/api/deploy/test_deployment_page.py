@@ -93,7 +93,7 @@ cat
 
     def outside(self, words: list[str]) -> list[str]:
         """Give the words that run a command of root beside the hosts."""
-        enter = ["nsenter", "--target", self._pids[0], "--user", "--net", "--mount"]
+        enter = ["nsenter", "--target", self._pids[0], "--user", "--net", "--mount", "--wd=."]
         return [*enter, "--preserve-credentials", "--", *words]
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.experts import ExpertSchema
 from telemetry import open_store
 from telemetry.state.events import REGROUPED
+from telemetry.state.runs import add_run
 from telemetry.state.store import StateStore
 from tests.support.deployments import CommandProcess, OneHost
 
@@ -144,3 +146,24 @@ def test_host_that_returns_with_other_weights_is_refused_until_it_has_those_that
         host.start(*accept).ends()
         host.start_cache_of(1)
         host.admits_and_ends_right(host.launch(1))
+
+
+@pytest.mark.slow
+def test_start_that_the_others_missed_ends_and_its_rank_joins(
+    tmp_path: Path, small_checkpoint: Checkpoint
+) -> None:
+    with ExitStack() as stack:
+        host = FirstHost(stack, tmp_path, small_checkpoint.path)
+        host.start_cache_of(1)
+        host.want(0, 1)
+        run = host.store.current_run()
+        assert run is not None
+        # As until survivors have recorded that they serve without a rank.
+        both = replace(run, topology=dict(run.topology) | {"alive": [True, True]})
+        host.store.backend.make("run", lambda change: add_run(change, both))
+        second = host.launch(1)
+        second.wait_for("found a placement")
+        host.store.backend.make("run", lambda change: add_run(change, run))
+
+        host.admits_and_ends_right(second)
+        assert not any("does not answer" in line for line in second.lines), second.lines

@@ -11,21 +11,25 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from api.deploy.launch import ExcludedRanks, Launch, check_start, run_ranks
+from api.deploy.launch import ExcludedRanks, Launch, Rejoins, check_start, run_ranks
 from api.deploy.local_ranks import LocalRanks
 from api.interrupts import StopSignals
 from api.processes.supervision import SupervisionSettings
 from eplb.errors import ABSENT, ConfigError, RankError
 from eplb.migration.recovery import Recovery
+from eplb.migration.serialisation import topology_to_dict
 from rebalance.assembly import places
 from rebalance.assembly.description import DeploymentDescription
 from rebalance.assembly.places import claim_place
 from telemetry.state.events import STOPPED
+from telemetry.state.runs import RunInfo
 from tests.support.deployments import (
     EPLB,
     SMALL,
@@ -35,6 +39,7 @@ from tests.support.deployments import (
     free_ports,
 )
 from tests.support.limits import NEVER_S
+from tests.support.rank_reports import rank_report
 from tests.support.redis_servers import RedisProcess
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -213,6 +218,32 @@ def test_death_is_no_failure_once_the_survivors_have_begun_another_run(tmp_path:
     ranks = LocalRanks(words, {rank: dict(os.environ) | {"RANK": str(rank)} for rank in (0, 1)})
 
     assert ranks.wait(StopSignals()) == ""
+
+
+def test_start_that_the_others_missed_is_known_and_its_end_is_no_failure(tmp_path: Path) -> None:
+    hosts = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
+    launch = launch_of(tmp_path, "", host=1, agent__serve_on=True, **hosts)
+    ranks = LocalRanks(["sleep", str(NEVER_S)], {rank: dict(os.environ) for rank in (2, 3)})
+    rejoins, looks = Rejoins(launch, SupervisionSettings()), list[bool]()
+    topology = launch.deployment.topology
+
+    def serve(run: str, alive: list[bool]) -> None:
+        of_run = topology_to_dict(replace(topology, alive=np.array(alive)))
+        store.begin_run(RunInfo(run, 0.0, {}, of_run, 1))
+        store.report(rank_report(run, 0, time=store.backend.now()))
+
+    def look() -> None:
+        looks.append(rejoins.is_missed(ranks))
+        if looks == [False]:
+            serve("r1-member1", [True, True, False, False])
+        elif looks[-1]:
+            ranks.end_start()
+
+    with closing(launch.deployment.opened_store()) as store:
+        serve("r1", [True] * 4)
+        assert ranks.wait(StopSignals(), look) == ""
+
+    assert ranks.has_missed
 
 
 def test_store_names_the_ranks_of_this_host_that_a_run_excluded(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def process(state: ProcessState) -> ProcessView:
 
 HALF_SILENT = (rank(0), rank(1, **SILENT))
 ALL_SILENT = (rank(0, **SILENT), rank(1, **SILENT))
+ENDED = (rank(0, has_ended=True, **SILENT), rank(1, has_ended=True, **SILENT))
 CORDONED = (rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))
 DOWN = (process(ProcessState.BACK_OFF),)
 STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
@@ -83,6 +84,7 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
         (seen(unread="not read for 12 s: disk I/O"), Grade.BLIND, "12 s: disk I/O"),
         (seen(ranks=HALF_SILENT), Grade.DEGRADED, "silent ranks: 1, "),
         (seen(ranks=ALL_SILENT, token_time=NOW - 90), Grade.BLIND, "silent ranks: 0, 1, "),
+        (seen(ranks=ENDED, token_time=NOW - 90), Grade.STOPPED, "all 2 ranks ended as they were"),
         (seen(token_time=NOW - 56), Grade.STOPPED, "no token for 56 s.* 30 s; no step"),
         (
             seen(token_time=NOW - 56, step_age_s=1.0),

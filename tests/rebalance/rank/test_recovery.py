@@ -437,7 +437,9 @@ class FailingStore(MemoryStore):
         super().add_survivor_report(report)
 
 
-def test_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
+def test_store_that_fails_for_a_moment_is_tried_again_and_named_once(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
     failing = FailingStore("test")
     failing.commit(START, expected=None, reason="start")
     group.votes.kill(3)
@@ -450,6 +452,8 @@ def test_store_that_fails_for_a_moment_is_tried_again(group: Group) -> None:
 
     assert record == failing.recovery()
     assert failing.failures < 0
+    warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert sum("cannot write its survivor report" in one for one in warnings) == 1
 
 
 def test_survivor_of_an_older_start_changes_nothing(group: Group) -> None:
