@@ -202,23 +202,25 @@ class EngineOptions:
 def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Iterator[WindowSeries]:
     """Give the load, whose windows a bar counts as they are replayed.
 
-    Without a terminal the error stream gets a line at the start and at the end of each replay.
+    Without a terminal the error stream gets a line once the first window is replayed, so that
+    what is refused stays one sentence, and one at the end of each replay.
     """
     total = None if load.num_windows is None else num_replays * load.num_windows
     begin, at_most, is_logged = monotonic(), "", not sys.stderr.isatty()
     if num_replays > 1:
         at_most = f" of at most {num_replays}"
-    if is_logged:
-        windows = "windows" if load.num_windows is None else counted(load.num_windows, "window")
-        what = f"{counted(num_replays, 'replay')} of {windows}, {load.num_layers} layers"
-        typer.echo(f"begins: {what} x {load.num_experts} experts", err=True)
     with progress("windows", total, is_shown=is_shown) as advance:
         numbers, replays = count(1), count(1)
 
         def read() -> Iterator[Tokens]:
             for tokens in load.read():
                 yield tokens
-                advance(next(numbers))
+                number = next(numbers)
+                advance(number)
+                if is_logged and number == 1:
+                    size = f"{load.num_windows or 'all'} windows, {load.num_layers} layers"
+                    what = f"{counted(num_replays, 'replay')}{' at most' if at_most else ''}"
+                    typer.echo(f"{what} of {size} x {load.num_experts} experts", err=True)
             if is_logged:
                 seconds = f"{monotonic() - begin:.0f} s"
                 typer.echo(f"replay {next(replays)}{at_most} done after {seconds}", err=True)
