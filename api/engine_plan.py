@@ -199,6 +199,7 @@ def plan_for_engine(
         "imbalance": found,
         "lower_bound": float(made.lower_bound.mean()),
         "decision": made.decision.value,
+        "objective": made.problem.objective,
         "reason": made.reason,
         "cost": _cost(
             made, written, "the serving placement" if current is not None else "experts in order"

@@ -22,6 +22,7 @@ from telemetry.formats.routing import (
     load_trace,
     read_requests,
     read_vllm_requests,
+    unread_keys,
     window_of,
 )
 from telemetry.formats.table import read_load
@@ -63,11 +64,25 @@ def windows_of(
             num_experts=options.num_experts,
             layout=layout,
         )
-        return _recorded(history, trace)
+        windows = _recorded(history, trace)
+        return replace(windows, notes=(*windows.notes, *unread_keys(Path(trace))))
     found = read_load(trace, options)
     recorded_on = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
     windows = _recorded(found.history, trace, found.layers.ids)
     return replace(windows, deployment=recorded_on)
+
+
+def check_steps(windows: WindowSeries, trace: str, steps: int | None) -> None:
+    """Refuse times of a recorded load that does not tell how many steps a window has.
+
+    Raises:
+        ConfigError: neither the load nor the option tells.
+    """
+    if steps is None and windows.steps == 1 and not trace.startswith(PREFIX):
+        raise ConfigError(
+            f"{trace} does not tell the forward passes of a window, which times of steps need: "
+            "expected --steps (1: each window is one step)"
+        )
 
 
 def _recorded(
@@ -118,7 +133,8 @@ def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int
     else:
         ids, lengths = read_requests(path, layout=layout)
     tokens = options.window_tokens or window_of(ids.shape[1])
-    return of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
+    windows = of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
+    return windows if path.is_dir() else replace(windows, notes=unread_keys(path))
 
 
 def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:

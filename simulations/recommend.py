@@ -39,7 +39,7 @@ from eplb.core.placement import Placement
 from eplb.errors import ConfigError
 from simulations.inputs import even_topology
 from simulations.migration_cost import MigrationCost
-from simulations.replay import Replay, Scenario, replay_all
+from simulations.replay import Replay, Scenario, labelled, replay_all
 from simulations.report import TextTable
 from simulations.step_time import Hardware, StepModel
 from simulations.windows import WindowSeries
@@ -55,9 +55,9 @@ class MemoryModel:
 
     hardware: Hardware
     model: ModelShape
-    usable: float = 0.9  # part of the memory that weights and KV cache may fill
-    dense_bytes: float = 0.0  # attention, shared experts, embeddings, buffers, on each rank
-    kv_token_bytes: float = 70_272.0  # bytes of all layers: DeepSeek-V3's latent cache in BF16
+    usable: float  # part of the memory that weights and KV cache may fill
+    dense_bytes: float  # attention, shared experts, embeddings, buffers, on each rank
+    kv_token_bytes: float  # bytes of all layers
 
     def __post_init__(self) -> None:
         if not 0 < self.usable <= 1:
@@ -234,6 +234,7 @@ class Candidate:
     tokens_per_s: float  # tokens of a rank, attention ranks included
     attention_ranks: int = 0  # ranks beside the group; 0: its ranks do both
     policy: str = NOTHING
+    objective: str = ""  # of its plans: tokens, time, or both
     latency_ms: float = 0.0  # ``Question.latency``
     placement: Placement | None = field(default=None, repr=False)  # the placement that served last
 
@@ -242,7 +243,11 @@ class Candidate:
         """As sentences have it."""
         slots = f"{self.redundant} redundant a rank" if self.redundant else "no redundancy"
         every = f"{self.interval} windows" if self.interval > 1 else "window"
-        planned = f"{self.policy} every {every}" if self.interval else "no balancing"
+        planned = (
+            f"{labelled(self.policy, self.objective)} every {every}"
+            if self.interval
+            else "no balancing"
+        )
         return f"{self.group}, {slots}, {planned}"
 
     @property
@@ -338,9 +343,13 @@ class Recommendation:
             before, after = nothing[0].parts_us, best.parts_us
             links_ms = (before[0] + before[2] - after[0] - after[2]) / 1000
             lines.append(
-                f"why: imbalance {nothing[0].imbalance:.3f} -> {best.imbalance:.3f}; a step takes "
-                f"{best.step_us / 1000:.2f} ms, {nothing[0].step_us / 1000:.2f} ms without; "
-                f"experts save {(before[1] - after[1]) / 1000:.2f} ms, and dispatch and combine "
+                "measured, on windows that no plan had seen: imbalance "
+                f"{nothing[0].imbalance:.3f} -> {best.imbalance:.3f}"
+            )
+            lines.append(
+                f"assumed, by the model of times: a step takes {best.step_us / 1000:.2f} ms, "
+                f"{nothing[0].step_us / 1000:.2f} ms without; experts save "
+                f"{(before[1] - after[1]) / 1000:.2f} ms, and dispatch and combine "
                 f"{links_ms:.2f} ms, which was never measured under imbalance; moves take "
                 f"{best.lost_part:.2%} of the time"
             )
@@ -444,7 +453,7 @@ def candidate_table(answer: Recommendation) -> TextTable:
         (
             one.group_short,
             str(one.redundant),
-            one.policy,
+            labelled(one.policy, one.objective),
             str(one.interval or "-"),
             str(one.sequences),
             f"{one.kv_bytes / 1e9:.0f}",
@@ -731,6 +740,7 @@ def _judged(question: Question, plain: Candidate, one: Replay) -> Candidate:
     lost = min(1.0, lost_s / (len(one.imbalance) * question.window_s))
     return replace(
         plain,
+        objective=one.objective,
         imbalance=one.mean,
         step_us=step_us,
         lost_part=lost,

@@ -150,6 +150,11 @@ class Scenario(PlanTerms):
         return of_history(self.load) if isinstance(self.load, LoadHistory) else self.load
 
 
+def labelled(policy: str, objective: str | None) -> str:
+    """A policy whose plans are for time says so: its imbalance of tokens is not what it lowers."""
+    return f"{policy} (time)" if "time" in (objective or "") else policy
+
+
 def too_few(num_windows: int) -> HistoryError:
     """The error of a load that cannot be judged."""
     return HistoryError(f"{num_windows} windows, expected at least 2: one to plan on, one to judge")
@@ -187,6 +192,12 @@ class Replay:
     batch_us: NDArray[np.float64]  # [T - 1, B] as ``step_us``, for the scenario's batches
     bound_us: NDArray[np.float64]  # [T - 1, B] of them, below which no placement comes
     failed: str = ""  # why it ended before the last window
+    objective: str = ""  # of its plans: tokens, time, or both; empty where none has an objective
+
+    @property
+    def label(self) -> str:
+        """The policy, as tables and plots name it."""
+        return labelled(self.policy, self.objective)
 
     @property
     def idle(self) -> NDArray[np.bool_]:
@@ -335,6 +346,7 @@ class Runner:
             batch_us=np.array(self._batch_us).reshape(len(self._batch_us), len(scenario.batches)),
             bound_us=np.array(self._bound_us).reshape(len(self._bound_us), len(scenario.batches)),
             failed=self.failed,
+            objective=", ".join(sorted(self.scheme.objectives)),
         )
 
 

@@ -19,7 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from eplb.errors import ConfigError, counted
-from simulations.replay import Replay, Scenario, noise_floor
+from simulations.replay import Replay, Scenario, labelled, noise_floor
 
 Cells = Sequence[str]  # texts of a row
 FEWEST_JUDGED = 20  # windows for a 95th percentile
@@ -63,6 +63,7 @@ def _figures(scenario: Scenario, replay: Replay) -> dict[str, Any]:
     return {
         "oracle": replay.is_oracle,
         "failed": replay.failed,
+        "objective": replay.objective,
         "imbalance_mean": float(series.mean()),
         "imbalance_p95": percentile(series, 95),
         "imbalance_p99": percentile(series, 99),
@@ -183,10 +184,16 @@ def comparison_table(result: dict[str, Any]) -> TextTable:
         "those made; experts: moved in all; ms: median time of a plan; tok/s: of a rank. "
         "An oracle looks at the window that it serves: a limit, not a competitor"
     )
-    is_timed = any("step_us_mean" in one for one in result["policies"].values())
+    of_policies = result["policies"].values()
+    if any("time" in one.get("objective", "") for one in of_policies):
+        caption += ". (time): plans lower the time of steps, not the imbalance of tokens"
+    is_timed = any("step_us_mean" in one for one in of_policies)
     headings = ["policy", "mean", "p95", "worst", "plans", "experts", "GB", "ms"]
     headings += ["step us", "tok/s"] if is_timed else []
-    rows = [(policy, *_cells(one)) for policy, one in result["policies"].items()]
+    rows = [
+        (labelled(policy, one.get("objective")), *_cells(one))
+        for policy, one in result["policies"].items()
+    ]
     return TextTable(headings, rows, title, caption)
 
 

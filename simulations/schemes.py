@@ -37,7 +37,7 @@ from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement, changed_slots
-from eplb.core.problem import Budget, Problem, Record
+from eplb.core.problem import Budget, Objective, Problem, Record
 from eplb.core.topology import Topology
 from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.measure import live_shares
@@ -181,6 +181,7 @@ class Scheme:
 
     def __init__(self, terms: PlanTerms, first: Placement) -> None:
         self.terms, self.num_kept = terms, 0  # plans that were not worth moving to
+        self.objectives: set[Objective] = set()  # of the plans that were made
         self._split = SlotSplit(first, terms)  # made once for each placement
 
     @property
@@ -226,6 +227,7 @@ class Ours(Scheme):
         if window % self._every:
             return None
         found = self._course.plan_after(window, past.history)
+        self.objectives.add(found.problem.objective)
         if found.decision is Decision.KEEP:
             self.num_kept += 1
             return None

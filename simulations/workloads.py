@@ -294,9 +294,8 @@ def _read(settings: str) -> dict[str, int | float]:
     for setting in filter(None, settings.split(",")):
         key, _, value = setting.partition("=")
         if key not in kinds:
-            raise ConfigError(
-                f"unknown workload setting {key!r}, expected one of: {', '.join(sorted(kinds))}"
-            )
+            known = ", ".join(f"{one}={getattr(Traffic, one)}" for one in kinds)
+            raise ConfigError(f"unknown workload setting {key!r}, expected one of: {known}")
         try:
             chosen[key] = kinds[key](value)
         except ValueError as exc:

@@ -36,7 +36,9 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed.")]
 Steps = Annotated[
     int | None,
     typer.Option(
-        min=1, max=1_000_000_000, help="Forward passes of a window, if the load has none."
+        min=1,
+        max=1_000_000_000,
+        help="Forward passes of a window. If not given, those that the load tells.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -55,9 +57,11 @@ class ReportOptions:
         """Refuse a file that could not be written, before a long run.
 
         Raises:
-            ConfigError: it is a folder, or in none that can be written.
+            ConfigError: it is a folder, or in none that can be written, or named for other data.
         """
         path = self.output
+        if path is not None and path.suffix not in ("", ".json"):
+            raise ConfigError(f"--output {path}: JSON is written, expected a name like x.json")
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise ConfigError(f"--output {path} cannot be written, expected a file in a folder")
 

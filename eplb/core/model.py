@@ -206,6 +206,36 @@ PRESETS: dict[str, ModelShape] = {
     "mixtral-8x7b": _preset(0, 31, 8, 2, 4096, 14336),
 }
 
+# Bytes of a token in the KV cache in BF16, on a rank that holds whole sequences: layers x 576 x 2
+# with latent attention, else layers x key and value heads x their size x 2. Layers whose cache does
+# not grow with the context are left out: sliding windows, linear attention.
+KV_TOKEN_BYTES = {
+    "deepseek-v3": 61 * 576 * 2,
+    "deepseek-v2-lite": 27 * 576 * 2,
+    "kimi-k2": 61 * 576 * 2,
+    "qwen3-235b": 94 * (4 + 4) * 128 * 2,
+    "qwen3-30b": 48 * (4 + 4) * 128 * 2,
+    "qwen3-next": 12 * (2 + 2) * 256 * 2,
+    "ling-1t": 80 * (8 + 8) * 128 * 2,
+    "longcat-flash": 56 * 576 * 2,
+    "step-3": 61 * (1 + 1) * 256 * 2,
+    "minimax-m2": 62 * (8 + 8) * 128 * 2,
+    "glm-4.5": 92 * (8 + 8) * 128 * 2,
+    "gpt-oss-120b": 18 * (8 + 8) * 64 * 2,
+    "gpt-oss-20b": 12 * (8 + 8) * 64 * 2,
+    "mixtral-8x7b": 32 * (8 + 8) * 128 * 2,
+}
+
+
+def kv_token_bytes(model: ModelShape) -> int | None:
+    """KV cache of a token of the known model with these layers and experts; None: none has them."""
+    sizes = (model.layer_ids, model.num_experts, model.hidden)
+    for name, size in KV_TOKEN_BYTES.items():
+        known = PRESETS[name]
+        if sizes == (known.layer_ids, known.num_experts, known.hidden):
+            return size
+    return None
+
 
 def preset(name: str) -> ModelShape:
     """Look a published model up by name.

@@ -49,8 +49,8 @@ def comparison_page(
         ConfigError: plotly is not installed.
     """
     go = graph_objects()
-    judged = {name: one for name, one in result["policies"].items() if "imbalance_mean" in one}
-    ran = [replay for replay in replays if replay.policy in judged]
+    ran = [one for one in replays if "imbalance_mean" in result["policies"][one.policy]]
+    judged = {one.label: result["policies"][one.policy] for one in ran}
     figures = [
         Figure(
             "Imbalance over time",
@@ -71,9 +71,7 @@ def comparison_page(
         Figure(
             "Windows by imbalance",
             "Part of the windows whose imbalance is at most so high.",
-            _distribution(
-                go, [(one.policy, one.per_window[~one.idle]) for one in ran], "imbalance"
-            ),
+            _distribution(go, [(one.label, one.per_window[~one.idle]) for one in ran], "imbalance"),
         ),
         Figure(
             "Ranks by load",
@@ -81,7 +79,7 @@ def comparison_page(
             "their layer is at most so high. 1 is perfect.",
             _distribution(
                 go,
-                [(one.policy, _ratios(one.last_load, scenario).ravel()) for one in ran],
+                [(one.label, _ratios(one.last_load, scenario).ravel()) for one in ran],
                 "rank load / mean",
             ),
         ),
@@ -116,7 +114,7 @@ def _over_time(go: Any, floor: float, replays: Sequence[Replay]) -> Any:
         colour, series = colour_of(number), replay.per_window
         windows = np.arange(1, len(series) + 1)
         line = line_of(number)
-        figure.add_scatter(x=windows, y=series, mode="lines", name=replay.policy, line=line)
+        figure.add_scatter(x=windows, y=series, mode="lines", name=replay.label, line=line)
         taken = [one for one in replay.rebalances if one.window < len(series)]
         served_from = np.array([rebalance.window + 1 for rebalance in taken], dtype=int)
         figure.add_scatter(
@@ -309,7 +307,7 @@ def sweep_page(rows: Sequence[Row], load: str, command: str) -> ReportPage:
             "Mean imbalance against experts moved. Left and low is good.",
             _scatter(
                 go,
-                [(row.policy, row.experts_moved, row.imbalance_mean, words(row)) for row in judged],
+                [(row.label, row.experts_moved, row.imbalance_mean, words(row)) for row in judged],
                 "experts moved in all",
                 "mean imbalance",
             ),
@@ -363,7 +361,7 @@ def _by(go: Any, rows: Sequence[Row], name: str, x_title: str, y_title: str) -> 
     lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: (row.policy, getattr(row, other), getattr(row, name))):
         label = f"+{row.redundant} slots" if other == "redundant" else f"EP{row.ranks}"
-        lines.setdefault(f"{row.policy}, {label}", []).append(row)
+        lines.setdefault(f"{row.label}, {label}", []).append(row)
     figure = go.Figure()
     for number, (label, of_line) in enumerate(lines.items()):
         figure.add_scatter(

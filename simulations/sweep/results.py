@@ -17,11 +17,12 @@ from typing import Any
 
 from eplb.errors import ConfigError
 from eplb.packages import needed_for
+from simulations.replay import labelled
 from simulations.report import TextTable
 from simulations.sweep.grid import SweepTask
 from telemetry.formats.bounded import write_atomically
 
-SCHEMA, SCHEMA_KEY = 1, b"eplb.sweep.schema"
+SCHEMA, SCHEMA_KEY = 2, b"eplb.sweep.schema"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Row:
     windows_skipped: int
     windows_idle: int
     noise_floor: float
+    objective: str  # of the policy's plans: tokens, time, or both; empty: none has an objective
     failed: str  # why the policy ended before the last window; figures are of those before
     imbalance_mean: float | None  # None: it ended before the first
     imbalance_p95: float | None
@@ -56,6 +58,11 @@ class Row:
     step_us_mean: float | None  # None without hardware, as the next two
     lost_s: float | None
     tokens_per_s_per_rank: float | None
+
+    @property
+    def label(self) -> str:
+        """The policy, as tables and plots name it."""
+        return labelled(self.policy, self.objective)
 
     @property
     def order(self) -> tuple[float, float, float]:
@@ -71,7 +78,7 @@ class Row:
             return missing if figure is None else format(figure, spec)
 
         return {
-            "policy": self.policy,
+            "policy": self.label,
             "EP": str(self.ranks),
             "slots": str(self.slots),
             "every": str(self.interval),

@@ -301,8 +301,8 @@ def run_task(load: Load, task: SweepTask) -> Row:
     figures = result["policies"][task.policy]
     moved = sum(figures.get("bytes_by_link", {}).values())
     # Without a window there are no figures: counts are 0, and what could not be measured is None.
-    counts = {"rebalances": 0, "kept": 0, "experts_moved": 0, "bytes_moved": moved}
-    found = counts | vars(task.settings) | vars(task) | result | figures | {"task": task.digest}
+    none = {"rebalances": 0, "kept": 0, "experts_moved": 0, "bytes_moved": moved, "objective": ""}
+    found = none | vars(task.settings) | vars(task) | result | figures | {"task": task.digest}
     return Row(**{column.name: found.get(column.name) for column in fields(Row)})
 
 

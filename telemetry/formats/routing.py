@@ -95,6 +95,13 @@ def load_trace(
         raise HistoryError(f"trace {path}: {exc}") from exc
 
 
+def unread_keys(path: Path) -> tuple[str, ...]:
+    """A note where an ``.npz`` trace has arrays that nothing reads."""
+    _, names = read_arrays(path, ())
+    unread = [name for name in names.split(", ") if name not in MEMBERS]
+    return (f"{path.name}: not read: {', '.join(unread)}",) if unread else ()
+
+
 def read_requests(
     path: Path, *, layout: Layout | None = None
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -371,7 +378,7 @@ def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     """Read ``expert_ids`` of an ``.npz`` file."""
     history = load_trace(path, window_tokens=options.window_tokens, num_experts=options.num_experts)
     _, layers, notes = resolve(rows_in_order(history.num_layers), options)
-    return LoadFile(history, layers, notes=notes)
+    return LoadFile(history, layers, notes=(*notes, *unread_keys(path)))
 
 
 def _counted(

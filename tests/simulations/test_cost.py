@@ -402,7 +402,7 @@ def test_mean_rows_at_the_end_of_a_tile_take_another_one_in_some_steps() -> None
 
 
 def test_redundant_slots_take_their_weights_from_the_cache() -> None:
-    memory = MemoryModel(H200, preset("deepseek-v3"), dense_bytes=20e9)
+    memory = MemoryModel(H200, preset("deepseek-v3"), 0.9, 20e9, 70_272.0)
 
     one_slot = memory.kv_bytes(8) - memory.kv_bytes(9)
     assert one_slot == pytest.approx(2.55e9, rel=0.01)  # vLLM's documentation says 2.4 GB

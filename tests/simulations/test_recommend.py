@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from eplb import ModelShape, preset
 from eplb.core.kernels import kernel_for
+from eplb.core.model import KV_TOKEN_BYTES, PRESETS, kv_token_bytes
 from eplb.errors import ConfigError
 from simulations.inputs import model_named
 from simulations.recommend import MemoryModel, Question, Speculation, recommend
@@ -80,7 +81,8 @@ def test_gain_below_the_error_of_times_is_not_told_as_one() -> None:
     assert "cannot tell" not in " ".join(answer.sentences()[:2])
     assert "(error of times at these rows: 990.0%)" in told[0]
     assert told[1].startswith("cannot tell whether balancing pays here")
-    assert "dispatch and combine" in told[2]
+    assert told[2].startswith("measured, on windows that no plan had seen: imbalance")
+    assert "dispatch and combine" in told[3]
 
 
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
@@ -249,10 +251,12 @@ def test_times_of_a_load_without_steps_are_refused(tmp_path: Path) -> None:
     trace = tmp_path / "load.npz"
     np.savez(trace, load=np.ones((4, 32, 8), dtype=np.int64))
 
-    ran = command("simulate", str(trace), "--model", "mixtral-8x7b", "--hardware", "h100")
+    for words in (("simulate",), ("sweep", "--output", str(tmp_path / "sweep"))):
+        timed = ("--model", "mixtral-8x7b", "--hardware", "h100")
+        ran = command(*words, str(trace), *timed)
 
-    assert ran.exit_code == 2
-    assert "expected --steps" in ran.stderr
+        assert ran.exit_code == 2
+        assert "expected --steps" in ran.stderr
 
 
 def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
@@ -279,6 +283,50 @@ def test_windows_without_tokens_change_no_recommendation(tmp_path: Path) -> None
         found[0]["candidates"][0]["imbalance"]
     ] * 2
     assert "note: 2 of 8 windows have no tokens and are left out" in found[1]["sentences"]
+
+
+def test_kv_cache_of_a_token_is_the_models_and_asked_for_where_unknown() -> None:
+    v3, lite = preset("deepseek-v3"), preset("deepseek-v2-lite")
+
+    assert (kv_token_bytes(v3), kv_token_bytes(lite)) == (70_272, 31_104)
+    assert kv_token_bytes(lite.with_precision("fp8")) == 31_104  # of the experts alone
+    assert kv_token_bytes(MODEL) is None
+    assert set(PRESETS) - set(KV_TOKEN_BYTES) == {"deepseek-r1", "deepseek-v3.2"}  # as deepseek-v3
+
+
+def test_engine_adds_its_own_balancer_and_gets_its_own_options() -> None:
+    load = "generated:v2-lite:windows=3,layers=26,tokens=20000"
+    words = ("--model", "deepseek-v2-lite", "--hardware", "h100", "--ranks", "8", "--every", "1")
+    ran = command(
+        "recommend", load, *words, "--redundant-per-rank", "1", "--engine", "vllm", "--json"
+    )
+
+    found = json.loads(ran.stdout)
+    assert {one["policy"] for one in found["candidates"]} == {"none", "vllm", "auto"}
+    assert '"num_redundant_experts": 8' in found["engine_options"]["vllm"]
+    assert "--ep-num-redundant-experts 8" in found["engine_options"]["sglang"]
+    assert not any(line.startswith("sglang:") for line in found["sentences"])
+    assert "replay 1 of at most" in ran.stderr
+
+
+def test_plans_for_time_are_labelled_in_table_and_json() -> None:
+    words = ("--model", "deepseek-v2-lite", "--ranks", "8", "--policy", "none,auto")
+    load = "generated:v2-lite:windows=3,tokens=200"
+    timed = command("simulate", load, *words, "--hardware", "h200", "--steps", "1", "--json")
+    shown = command("simulate", load, *words, "--hardware", "h200", "--steps", "1")
+
+    policies = json.loads(timed.stdout)["policies"]
+    assert [policies[name]["objective"] for name in ("none", "auto")] == ["", "time"]
+    assert "auto (time)" in shown.stdout
+
+
+def test_arrays_of_a_trace_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    trace = tmp_path / "load.npz"
+    np.savez(trace, load=np.ones((4, 2, 16), dtype=np.int64), lood=np.ones(3))
+
+    ran = command("simulate", str(trace), "--ranks", "4", "--policy", "none", "--json")
+
+    assert "note: load.npz: not read: lood" in json.loads(ran.stdout)["sentences"]
 
 
 def test_load_of_another_model_is_blamed_by_its_name(tmp_path: Path) -> None:

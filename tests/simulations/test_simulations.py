@@ -221,6 +221,7 @@ def simulate(*arguments: str) -> Result:
         (("generated:gamma:layers=3", "--model", "mixtral-8x7b"), "the model 32 x 8"),
         (("generated:gamma", "--window-tokens", "7"), "are for trace files"),
         (("generated:gamma:layers=1", "--output", "/nowhere/x.json"), "cannot be written"),
+        (("generated:gamma:layers=1", "--output", "x.csv"), "x.csv: JSON is written"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

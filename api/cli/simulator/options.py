@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Annotated
 
 import typer
@@ -21,8 +22,9 @@ from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, counted
 from simulations.pages.document import ReportPage, graph_objects
+from simulations.peers.engines import ENGINES
 from simulations.step_time import HARDWARE
 from simulations.windows import Tokens, WindowSeries
 from telemetry.formats.bounded import file_digest
@@ -155,6 +157,13 @@ class EngineOptions:
         """The engine's name."""
         return None if self.engine is None else self.engine.value
 
+    def compared(self, policies: str | None, *default: str) -> tuple[str, ...]:
+        """Return the named policies; without names the engine's own balancer and the default."""
+        if policies is not None:
+            return names_in(policies)
+        own = (self.name,) if self.name in ENGINES else ()
+        return (*own, *default)  # --fail-if is for the last one
+
     def rule(self) -> DispatchRule:
         """Return the engine's rule; without an engine, tokens are split by weights.
 
@@ -191,15 +200,30 @@ class EngineOptions:
 
 @contextmanager
 def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Iterator[WindowSeries]:
-    """Give the load, whose windows a bar counts as they are replayed."""
+    """Give the load, whose windows a bar counts as they are replayed.
+
+    Without a terminal the error stream gets a line once the first window is replayed, so that
+    what is refused stays one sentence, and one at the end of each replay.
+    """
     total = None if load.num_windows is None else num_replays * load.num_windows
+    begin, at_most, is_logged = monotonic(), "", not sys.stderr.isatty()
+    if num_replays > 1:
+        at_most = f" of at most {num_replays}"
     with progress("windows", total, is_shown=is_shown) as advance:
-        numbers = count(1)
+        numbers, replays = count(1), count(1)
 
         def read() -> Iterator[Tokens]:
             for tokens in load.read():
                 yield tokens
-                advance(next(numbers))
+                number = next(numbers)
+                advance(number)
+                if is_logged and number == 1:
+                    size = f"{load.num_windows or 'all'} windows, {load.num_layers} layers"
+                    what = f"{counted(num_replays, 'replay')}{' at most' if at_most else ''}"
+                    typer.echo(f"{what} of {size} x {load.num_experts} experts", err=True)
+            if is_logged:
+                seconds = f"{monotonic() - begin:.0f} s"
+                typer.echo(f"replay {next(replays)}{at_most} done after {seconds}", err=True)
 
         yield replace(load, read=read)
 

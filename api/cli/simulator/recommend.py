@@ -16,21 +16,22 @@ from api.cli.simulator.options import (
     Intervals,
     PayBack,
     PlotOptions,
-    Policies,
     Ranks,
     RanksPerNode,
     RedundantPerRank,
     StepOptions,
     Trace,
     command_line,
-    names_in,
     replayed,
 )
 from api.terminal.printable import print_plain
 from eplb.core.cost import CostModel
+from eplb.core.model import kv_token_bytes as model_kv_bytes
+from eplb.errors import ConfigError
 from simulations.inputs import kernel_of, model_named, model_of, windows_of
 from simulations.pages.of_commands import recommendation_page
 from simulations.recommend import (
+    Candidate,
     MemoryModel,
     Question,
     Speculation,
@@ -49,6 +50,17 @@ NUM_COLUMNS = 11  # columns of candidates that fit into 80 characters
 STEP_TOKENS = 16_384  # tokens of a rank in a step of prefill
 
 
+def engine_options(best: Candidate, num_experts: int) -> dict[str, str]:
+    """The engines' own options for a candidate; none where attention has ranks of its own."""
+    ranks, redundant = best.ranks, best.ranks * best.slots_per_rank - num_experts
+    vllm = f"--data-parallel-size {ranks} --enable-expert-parallel"
+    sglang = f"--tp {ranks} --ep-size {ranks}"
+    if best.interval:
+        vllm += f""" --enable-eplb --eplb-config '{{"num_redundant_experts": {redundant}}}'"""
+        sglang += f" --enable-eplb --ep-num-redundant-experts {redundant}"
+    return {} if best.attention_ranks else {"vllm": vllm, "sglang": sglang}
+
+
 @with_options
 def recommend_command(
     trace: Trace,
@@ -60,7 +72,12 @@ def recommend_command(
     ranks_per_node: RanksPerNode = 0,
     redundant_per_rank: RedundantPerRank = "0,1,2,4",
     every: Intervals = "1,4,16",
-    policy: Policies = "auto",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Policies to compare; raw:NAME has no gate. If not given: --engine's own, auto."
+        ),
+    ] = None,
     pay_back: PayBack = CostModel.pay_back_s,
     step_tokens: Annotated[
         int,
@@ -76,8 +93,11 @@ def recommend_command(
         float, typer.Option(max=1e6, help="GB of a rank beside routed experts and KV cache.")
     ] = 20.0,
     kv_token_bytes: Annotated[
-        float, typer.Option(max=1e9, help="KV cache of a token on a rank.")
-    ] = 70_272.0,
+        float | None,
+        typer.Option(
+            max=1e9, help="KV cache of a token on a rank. If not given, that of the known model."
+        ),
+    ] = None,
     attention_share: Annotated[
         float | None,
         typer.Option(
@@ -145,6 +165,12 @@ def recommend_command(
         )
         if not is_told
     ]
+    kv_bytes = kv_token_bytes or model_kv_bytes(shape)
+    if kv_bytes is None:
+        raise ConfigError(
+            f"the KV cache of {which} is not known, expected --kv-token-bytes: bytes of a token in "
+            "all layers"
+        )
     kernel = kernel_of(
         shape,
         card.name,
@@ -154,13 +180,13 @@ def recommend_command(
     )
     question = Question(
         part_of(load, windows, is_latest=not trace.startswith(PREFIX)),
-        MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_token_bytes),
+        MemoryModel(card, shape, 0.9, dense_gb * 1e9, kv_bytes),
         kernel,
         groups,
         on_node,
         numbers("--redundant-per-rank", redundant_per_rank, least=0),
         numbers("--every", every),
-        names_in(policy),
+        chosen_by.compared(policy, "auto"),
         context=context,
         most_sequences=step_tokens if prefill else most_sequences,
         is_prefill=prefill,
@@ -190,11 +216,13 @@ def recommend_command(
     plots.write(lambda: recommendation_page(answer, Path(trace).name, inputs))
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
+    options = engine_options(best, shape.num_experts)
     stated = [
+        *(f"{name}: {text}" for name, text in options.items() if chosen_by.name in (None, name)),
         f"model: {which}, experts in {shape.precision}; EP{', EP'.join(map(str, groups))} with "
         f"{on_node} ranks a node on {card.name}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
-        f"sequence (--context), {kv_token_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
+        f"sequence (--context), {kv_bytes:g} bytes of KV cache a token (--kv-token-bytes), "
         f"{dense_gb:g} GB a rank beside experts (--dense-gb); no queue or scheduler is modelled",
     ]
     if drafts:
@@ -218,6 +246,7 @@ def recommend_command(
         "most_ms": most_ms,
         "recommended": best.as_json() if question.is_within(best) else None,
         "runner_up": answer.candidates[1].as_json() if len(answer.candidates) > 1 else None,
+        "engine_options": options,
         "assumed": assumed,
         "expert_times": source,
         "candidates": [one.as_json() for one in answer.candidates],

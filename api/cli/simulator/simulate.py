@@ -17,25 +17,21 @@ from api.cli.simulator.options import (
     Past,
     PayBack,
     PlotOptions,
-    Policies,
     StepOptions,
     Trace,
     command_line,
-    names_in,
     replayed,
 )
 from api.terminal.printable import print_plain
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
-from eplb.errors import ConfigError
 from simulations.failures import failures_of
-from simulations.inputs import model_of, step_model_of, topology_of, windows_of
+from simulations.inputs import check_steps, model_of, step_model_of, topology_of, windows_of
 from simulations.migration_cost import MigrationCost
 from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, chosen_of, replay_all
 from simulations.report import comparison_table, conclusions, limit_of, summary
-from simulations.workloads import PREFIX
 from telemetry.formats.routing import Layout
 from telemetry.formats.types import ReadOptions
 
@@ -69,7 +65,13 @@ def simulate(
             max=1_048_576, help="Slots of a layer, all ranks together; 1.25 x experts if not given."
         ),
     ] = None,
-    policy: Policies = "contiguous,greedy,auto",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="Policies to compare; raw:NAME has no gate. If not given: --engine's own, "
+            "contiguous, greedy, auto."
+        ),
+    ] = None,
     window_tokens: Annotated[
         int | None,
         typer.Option(
@@ -143,11 +145,7 @@ def simulate(
     fitted = model_of(shape or at.model, load, trace)
     step_model = price = None
     if timed.hardware is not None or expert_times is not None:
-        if steps is None and load.steps == 1 and not trace.startswith(PREFIX):
-            raise ConfigError(
-                f"{trace} does not tell the forward passes of a window, which times of steps need: "
-                "expected --steps (1: each window is one step)"
-            )
+        check_steps(load, trace, steps)
         step_model = step_model_of(
             fitted,
             topology,
@@ -175,7 +173,8 @@ def simulate(
             step_model=step_model,
             migration=price,
         )
-        replays = replay_all(scenario, names_in(policy))
+        names = chosen_by.compared(policy, "contiguous", "greedy", "auto")
+        replays = replay_all(scenario, names)
     result = summary(Path(trace).name, scenario, replays)
     sentences = conclusions(result)
     best = chosen_of(replays)

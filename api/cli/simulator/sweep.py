@@ -30,7 +30,7 @@ from api.terminal.printable import print_error, print_plain, printable
 from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
-from simulations.inputs import model_of, windows_of
+from simulations.inputs import check_steps, model_of, windows_of
 from simulations.pages.of_commands import sweep_page, words
 from simulations.peers import register_peers
 from simulations.replay import check_names
@@ -145,6 +145,8 @@ def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) ->
         trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
     )
     model_of(shape, windows, trace)
+    if timed.hardware is not None:
+        check_steps(windows, trace, steps)
     for note in windows.notes:
         typer.echo(printable(f"note: {note}"), err=True)
     if trace.startswith(PREFIX):
