@@ -82,7 +82,7 @@ def _plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _release() -> Finding:
     """The vLLM that is installed here, by the checks that the plug-in makes when it is loaded."""
-    from rebalance.engines.vllm.guards import refusals  # late: it imports vLLM
+    from rebalance.engines.vllm.entry import refusals  # late: it imports vLLM
 
     for refusal in refusals():
         return Finding("vllm", refusal, "a release that the plug-in was tested with")
