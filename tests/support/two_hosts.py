@@ -66,10 +66,12 @@ class TwoHosts:
         OSError: this machine allows no namespaces.
     """
 
+    script = SCRIPT  # makes the hosts, prints the process of each, and ends with its input
+
     def __enter__(self) -> TwoHosts:
         if not all(map(shutil.which, NEEDED)):
             raise OSError(f"expected the programs {', '.join(NEEDED)}")
-        own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", SCRIPT]
+        own = ["unshare", "--user", "--map-root-user", "--net", "bash", "-c", self.script]
         self._keeper = subprocess.Popen(
             own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

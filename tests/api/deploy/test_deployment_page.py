@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,14 +22,20 @@ from tests.support.deployments import EPLB, CommandProcess, clean_environ
 from tests.support.documents import blocks, files_of
 from tests.support.redis_servers import find_redis_server
 from tests.support.repository import ROOT
-from tests.support.two_hosts import ADDRESSES, INTERFACES, TwoHosts, folders
+from tests.support.two_hosts import ADDRESSES, INTERFACES, TwoHosts
 
 PAGE, HOSTS_PAGE = "docs/deployment.md", "docs/deployment-hosts.md"
 ELSEWHERE_TRIED = "Prefill and decode"  # section, by test_profiles.py
 MOST_ENGINE_LINES = 70
 ACTIVATE = next(block.code for block in blocks(PAGE) if block.code.startswith(". venv"))
+ON_ONE_MACHINE = "Two hosts on one machine"  # section
+HOST_LINES = next(b.code for b in blocks(HOSTS_PAGE) if b.code.startswith("ip netns add"))
+CUT, MEND = next(b.code for b in blocks(HOSTS_PAGE) if " down\n" in b.code).splitlines()
+SERVE_ON = next(
+    b.code for b in blocks(HOSTS_PAGE) if b.section == ON_ONE_MACHINE and b.language == "toml"
+)
 # The second begins every command here; test_deploy_files.py has the others.
-ELSEWHERE = ("pip install", ". venv", "torchrun", "docker", "kubectl", "systemctl")
+ELSEWHERE = ("pip install", ". venv", "torchrun", "docker", "kubectl", "systemctl", "ip ")
 
 
 def commands_of(page: str) -> list[str]:
@@ -71,23 +76,55 @@ def wait_for_printed(process: CommandProcess, printed: list[str]) -> None:
         assert any(is_as_printed(one, line) for one in found), f"{line!r} is not in {found}"
 
 
+class HostsOfThePage(TwoHosts):
+    """Made by the commands of the page, in namespaces that end with the test."""
+
+    script = f"""
+set -e
+mount -t tmpfs none /run  # has the names of networks
+{HOST_LINES.partition("mkdir")[0]}
+echo $$ $$
+cat
+"""
+
+    def on(self, host: int, words: list[str]) -> list[str]:
+        """Give the words that run a command on a host."""
+        return self.outside(["ip", "netns", "exec", f"host{host}", *words])
+
+    def outside(self, words: list[str]) -> list[str]:
+        """Give the words that run a command of root beside the hosts."""
+        enter = ["nsenter", "--target", self._pids[0], "--user", "--net", "--mount"]
+        return [*enter, "--preserve-credentials", "--", *words]
+
+
 class Hosts:
     """The hosts of the pages, each with a folder that has its files."""
 
     def __init__(self, stack: ExitStack, root: Path, config: str) -> None:
-        self._stack, self.folders, self.ran = stack, folders(root), set[str]()
-        self._config, self._has_names = config, False
+        self._stack, self._root, self.folders, self.ran = stack, root, [root], set[str]()
+        self._prepared, self._has_names = ACTIVATE.replace("eplb.toml", config), False
         try:
-            self.spaces = stack.enter_context(TwoHosts())
+            self.spaces = stack.enter_context(HostsOfThePage())
         except OSError as exc:
             pytest.skip(str(exc))
         self._environ = clean_environ(PYTHONPATH=str(ROOT))
         for name, code in {**files_of(PAGE), **files_of(HOSTS_PAGE)}.items():
-            (self.folders[0] / name).write_text(code)
+            (root / name).write_text(code)
         # In place of the installation: this environment, and the server that tests have.
-        activate = self.folders[0] / "venv" / "bin" / "activate"
+        activate = root / "venv" / "bin" / "activate"
         activate.parent.mkdir(parents=True)
         activate.write_text(f'PATH="{EPLB.parent}:{find_redis_server().parent}:$PATH"\n')
+
+    def make_folders(self) -> None:
+        """Give each host its folder, as the page does."""
+        _, word, rest = HOST_LINES.partition("mkdir")
+        subprocess.run(["bash", "-euc", word + rest], cwd=self._root, check=True)
+        self.folders = [self._root / "host0", self._root / "host1"]
+        self._prepared = self._prepared.replace(". venv", ". ../venv")
+
+    def outside(self, line: str) -> None:
+        """Run a command of root beside the hosts."""
+        subprocess.run(self.spaces.outside(line.split()), check=True)
 
     def name(self, *names: str) -> None:
         """Have each host know the hosts by names, in an /etc/hosts of its own."""
@@ -100,9 +137,8 @@ class Hosts:
         """Start a command in a shell that the page has prepared."""
         if is_of_page:
             self.ran.add(line)
-        prepared = ACTIVATE.replace("eplb.toml", self._config)
         has_more = ">" in line or "|" in line
-        script = prepared + (line if has_more else f"exec {line}")
+        script = self._prepared + (line if has_more else f"exec {line}")
         shell = ["bash", "-euc", script]
         if self._has_names:
             shell[-1] = f"mount --bind names /etc/hosts\n{script}"
@@ -135,12 +171,11 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     with ExitStack() as stack:
         made = Hosts(stack, tmp_path, "hosts.toml")
         made.succeed(0, "python make_model.py", is_of_page=False)
-        for line in commands_of(HOSTS_PAGE)[:2]:
+        for line in commands_of(HOSTS_PAGE)[:2]:  # the secret
             made.succeed(0, line)
-        shutil.copytree(made.folders[0], made.folders[1], dirs_exist_ok=True)
-        bind = f"redis-server --bind {ADDRESSES[0]} --port 6379 --save '' --protected-mode no"
-        redis = made.start(0, bind, is_of_page=False)
-        redis.wait_for("Ready to accept connections")
+        made.make_folders()
+        redis_line = next(line for line in commands_of(HOSTS_PAGE) if "redis-server" in line)
+        made.start(0, redis_line).wait_for("Ready to accept connections")
         yield made
 
 
@@ -230,6 +265,27 @@ def test_page_of_several_hosts_runs_as_printed_on_two_hosts(hosts: Hosts) -> Non
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
     assert hosts.ran == set(commands_of(HOSTS_PAGE))
+
+
+@pytest.mark.slow  # a minute of two hosts
+def test_hosts_of_the_page_serve_on_while_its_cable_is_cut(hosts: Hosts) -> None:
+    for folder in hosts.folders:
+        with (folder / "hosts.toml").open("a") as file:
+            file.write(SERVE_ON)
+    launch_line = "eplb launch -- python engine.py"
+    for host in range(2):
+        hosts.start(host, "eplb host-cache").wait_for("ready: 32 records")
+    launches = [hosts.start(host, launch_line) for host in range(2)]
+    launches[0].wait_for("engine: generation 0 serves")
+
+    hosts.outside(CUT)
+    launches[0].wait_for("rank 0 serves in run")  # without ranks 2 and 3
+    hosts.outside(MEND)
+    launches[1].wait_for("rank 3 serves in run")  # they have joined
+
+    assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
+    assert launches[0].ends() == 0, launches[0].lines
+    assert wrong_of(launches, 4) <= 1, launches[0].lines
 
 
 def ranks_of(launch: CommandProcess) -> list[int]:
