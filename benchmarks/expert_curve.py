@@ -265,8 +265,8 @@ def at_start(shape: Shape) -> None:
             f"{shape.name}: run {run}: points {found.seconds:.3f} s, with the first launch "
             f"{took:.2f} s, memory {peak / 1e6:.0f} MB: rows {found.rows}, us {found.us}"
         )
-    curve = chosen_curve((), [found])
-    print(f"{curve.source}; ridge at {ridge(curve.curve):.0f} tokens")
+    curve, source = chosen_curve((), [found])
+    print(f"{source}; ridge at {ridge(curve):.0f} tokens")
     del experts, bank, arena
     torch.cuda.empty_cache()
     points = even(shape, tuple(found.rows), (UNEVEN_SLOTS,))

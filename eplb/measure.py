@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from eplb.core.demand import Demand, time_of
 from eplb.core.jit import FloatArray, kernel
-from eplb.core.placement import EMPTY, Placement, by_expert
-from eplb.core.problem import Problem
+from eplb.core.placement import EMPTY, Placement, whole_shares
+from eplb.core.problem import Problem, scale
 from eplb.core.topology import Topology
 from eplb.core.zones import is_exact, replicate, zone_bound, zones_for
 
@@ -89,21 +89,6 @@ def live_shares(
     return whole_shares(np.where(alive, held, EMPTY), placement.slot_share, placement.num_experts)
 
 
-def whole_shares(
-    held: NDArray[np.int32], share: NDArray[np.float64], num_experts: int
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """[L, S] shares in proportion to those given, which sum to 1; [L, E] experts without a slot.
-
-    The replicas of an expert share alike where none of them has a share.
-    """
-    count = by_expert(held, num_experts, None)
-    total = by_expert(held, num_experts, np.where(held == EMPTY, 0.0, share))
-    mine = np.maximum(held, 0)
-    sums, counts = (np.take_along_axis(table, mine, axis=1) for table in (total, count))
-    whole = np.where(sums > 0, share / np.maximum(sums, 1e-300), 1.0 / np.maximum(counts, 1))
-    return np.where(held != EMPTY, whole, 0.0), np.asarray(count == 0)
-
-
 def imbalance_of(load: NDArray[np.float64], topology: Topology) -> NDArray[np.float64]:
     """Max over mean of a rank load [..., R], by the time of each rank.
 
@@ -162,18 +147,10 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
     gets at most as many replicas as there are live ranks: two on one rank do not improve balance.
     """
-    speed = topology.rank_speed[topology.serving]
     if topology.usable_slots.sum() < tokens.shape[1]:
         return np.ones(len(tokens))
-    load, total = np.ascontiguousarray(tokens, np.float64), tokens.sum(axis=1)
-    zones = zones_for(load, topology, 1)
-    least = np.ones_like(zones.of_expert)
-    count = replicate(load, zones.of_expert, zones.num_slots, zones.num_ranks, least)
-    largest = (load / count).max(axis=1)
-    bound: NDArray[np.float64] = np.ones(len(tokens))
-    np.divide(largest / speed.max() * speed.sum(), total, out=bound, where=total > 0)
-    bounded: NDArray[np.float64] = np.maximum(bound, 1.0)
-    return bounded
+    load = np.ascontiguousarray(tokens, np.float64)
+    return zone_bound(scale(load, topology), zones_for(load, topology, 1))
 
 
 def bound_of(problem: Problem) -> FloatArray:

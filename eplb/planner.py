@@ -136,10 +136,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     forced = np.zeros(base.num_layers, dtype=np.bool_)
     forced[list(violations)] = True
     serving = option_of(problem, base)
-    splits = policy_named(policy).resplits and problem.dispatch.uses_shares
     proposed, curve = _proposed(problem, policy, serving, forced)
-    if splits:
-        proposed = _with_best_shares(problem, serving, proposed, forced)
     if policy == "auto" and (current is not None or problem.dispatch.by_rank):
         proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
     assert not illegal_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
@@ -147,7 +144,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     lost = lost_tokens(problem, base) if why_not else 0.0
     if lost:
         why_not = f"{why_not}; {lost:.1%} of the tokens are for experts without a live slot"
-    choice = choose(problem, serving, proposed, why_not, splits)
+    choice = choose(problem, serving, proposed, why_not, _splits(problem, policy))
     made = _plan_of(problem, serving, choice, curve, policy)
     return replace(made, reason=made.reason + _time_limit_note(problem))
 
@@ -197,7 +194,7 @@ def _plan_of(
 ) -> Plan:
     decision, reason, taken, expected = choice
     base, is_kept = serving.placement, decision is Decision.KEEP
-    target = base if is_kept else _next(base, taken.placement)
+    target = base if is_kept else taken.placement.with_generation(base.generation + 1)
     return Plan(
         problem=problem,
         base=base,
@@ -216,7 +213,10 @@ def _plan_of(
 def _proposed(
     problem: Problem, policy: str, serving: Option, forced: BoolArray
 ) -> tuple[Option, BalanceCurve]:
-    """The policy's placement within the budget, and the curve of moves against balance."""
+    """The policy's placement within the budget, with its best shares; and moves against balance.
+
+    Layers that it does not improve are the serving ones.
+    """
     entry, by_rank = policy_named(policy), problem.dispatch.by_rank
     if by_rank and policy == "auto" and problem.current is not None:
         return _improved_for_rule(problem, serving)
@@ -226,15 +226,23 @@ def _proposed(
     elif problem.cost.node_traffic and entry.resplits:
         placement = with_less_crossing(problem, placement)
     proposed = option_of(problem, placement)
-    if curve is not None:
+    if curve is None:
+        chosen, curve = _within_budget(problem, serving, proposed, forced)
+        if problem.current is not None and not chosen.all():
+            proposed = serving.with_layers(proposed, chosen)
+            if by_rank:  # draws depend on all layers: a mix of layers has its own draws
+                proposed = option_of(problem, proposed.placement)
+    if not _splits(problem, policy):
         return proposed, curve
-    chosen, curve = _within_budget(problem, serving, proposed, forced)
-    if chosen.all() or problem.current is None:
-        return proposed, curve
-    bought = serving.with_layers(proposed, chosen)
-    if problem.dispatch.by_rank:  # draws depend on all layers: a mix of layers has its own draws
-        bought = option_of(problem, bought.placement)
-    return bought, curve
+    proposed = with_shares(problem, proposed)
+    if problem.current is None:
+        return no_worse_than(problem, serving, proposed), curve
+    return without_losses(problem, serving, proposed, forced), curve
+
+
+def _splits(problem: Problem, policy: str) -> bool:
+    """Whether a plan of the policy has shares of its own."""
+    return policy_named(policy).resplits and problem.dispatch.uses_shares
 
 
 def _improved_for_rule(problem: Problem, serving: Option) -> tuple[Option, BalanceCurve]:
@@ -253,16 +261,6 @@ def _improved_for_rule(problem: Problem, serving: Option) -> tuple[Option, Balan
     best = int(np.argmin(costs))
     found, moves = options[best], int(moved[best].sum())
     return found, ((0, float(serving.score.mean())), (moves, float(found.score.mean())))
-
-
-def _with_best_shares(
-    problem: Problem, serving: Option, proposed: Option, forced: BoolArray
-) -> Option:
-    """``proposed`` with new shares, and with the serving layers that it does not improve."""
-    proposed = with_shares(problem, proposed)
-    if problem.current is None:
-        return no_worse_than(problem, serving, proposed)
-    return without_losses(problem, serving, proposed, forced)
 
 
 def _with_easy_layers(
@@ -285,10 +283,8 @@ def _with_easy_layers(
         layers = np.flatnonzero(spare > ROUNDING)
         if not layers.size:
             break
-        part, base, needed = problem.of_layers(layers), serving.of_layers(layers), forced[layers]
-        easy, _ = _proposed(part, policy, base, needed)
-        if policy_named(policy).resplits and problem.dispatch.uses_shares:
-            easy = _with_best_shares(part, base, easy, needed)
+        part, base = problem.of_layers(layers), serving.of_layers(layers)
+        easy, _ = _proposed(part, policy, base, forced[layers])
         other = proposed.with_part(easy, layers)
         now, then = (cost_of(problem, serving, it) for it in (proposed, other))
         if is_chained or problem.max_moves is not None:
@@ -326,11 +322,6 @@ def _within_budget(
         total -= float(gain[layer])
         points.append((spent, total / len(moves)))
     return chosen, thinned(points)
-
-
-def _next(base: Placement, proposed: Placement) -> Placement:
-    generation = base.generation + 1
-    return proposed if proposed.generation == generation else proposed.with_generation(generation)
 
 
 def _time_limit_note(problem: Problem) -> str:

@@ -15,7 +15,7 @@ A process that has not announced its version is of none: who joins waits for the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from eplb import __version__
@@ -48,13 +48,8 @@ class Announcement:
         return f"eplb {self.software} (protocol {self.protocol})"
 
 
-def announcement_to_dict(announced: Announcement) -> dict[str, Any]:
-    """Give an announcement as JSON-ready values."""
-    return asdict(announced)
-
-
 def announcement_from_dict(found: Mapping[str, Any]) -> Announcement:
-    """Read what a program of any version has announced; fields unknown here are left out.
+    """Read what ``asdict`` made of one in any version; fields unknown here are left out.
 
     Raises:
         ValueError: a field is missing, or of another type.

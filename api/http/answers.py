@@ -13,7 +13,7 @@ from api.monitor.history import HistoryMark, HistoryPoint
 from api.monitor.state import EPOCH, DecisionRecord, MigrationProgress, RebalanceMark, WindowScore
 from eplb.declared import Meaning
 from telemetry.state import events
-from telemetry.state.events import OUTCOME_OF_EVENT, Outcome
+from telemetry.state.events import OUTCOME_OF_EVENT, PlanOutcome
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import Details
 from telemetry.state.store import StateStore
@@ -68,7 +68,7 @@ class PlanAnswer:
 class PlanEnding:
     """How a published plan has ended."""
 
-    outcome: Outcome
+    outcome: PlanOutcome
     reason: str
     time: float
 

@@ -512,14 +512,15 @@ class Monitor:
         """The pace of the next migration, as the controller would give it now."""
         latest, changed = (None, None) if self._paced is None else self._paced
         is_measured = any(STEP_TIMES in one.detail for one in self._states)
-        now = pace_now(budget, latest, is_measured=is_measured)
-        return PaceView(now.part, now.reason, budget, latest, changed)
+        part, reason = pace_now(budget, latest, is_measured=is_measured)
+        return PaceView(part, reason, budget, latest, changed)
 
     def _expert_curve(self, asked: str) -> str:
         """Where the controller has the curve of the experts' time from, as it would now."""
         measured = [one.expert_times for one in self._states]
         known = [one for one in measured if one is not None]
-        return chosen_curve(curve_of(asked), known).source
+        _, source = chosen_curve(curve_of(asked), known)
+        return source
 
     def received(self) -> NDArray[np.int64] | None:
         """[L, R] tokens that each rank received over all samples read so far; None without one."""

@@ -24,7 +24,7 @@ from eplb.declared import Meaning
 from eplb.fitting import Cordon
 from eplb.migration.build import Migration
 from telemetry.load.folder import Window
-from telemetry.state.events import Event, Outcome
+from telemetry.state.events import Event, PlanOutcome
 from telemetry.state.live import LiveChange
 from telemetry.state.runs import LEAST_SILENCE_S
 
@@ -139,7 +139,7 @@ class DecisionRecord:
     offered: Annotated[float | None, Meaning("when it was published", unit=EPOCH)] = None
     ended: Annotated[float | None, Meaning("when it ended; null: open, or none", unit=EPOCH)] = None
     outcome: Annotated[
-        Outcome | None, Meaning("outcome of the migration; null: it is open, or there is none")
+        PlanOutcome | None, Meaning("outcome of the migration; null: it is open, or there is none")
     ] = None
     end_reason: str | None = None
     gain_promised: Annotated[

@@ -23,8 +23,6 @@ from rebalance.types import IsWanted, Outcome, Record, always
 from rebalance.weights.sources import HOST, Place, WeightSources, ranks_beside
 from runtime.memory import digest
 from runtime.streams import Completion
-from telemetry.state.backend import Table as BackendTable
-from telemetry.state.backend import Write
 from telemetry.state.memory import MemoryBackend
 from telemetry.state.store import StateStore
 
@@ -543,26 +541,27 @@ class Transport(WeightSources):
 class Failing(MemoryBackend):
     """A back end that may fail for a time, and that counts its changes."""
 
-    is_down, num_writes = False, 0
+    is_down = False
 
     @property
-    def state(self) -> tuple[int, int]:
+    def state(self) -> int:
         """A value that differs after each change."""
-        return self.num_writes, self._version
+        return self.num_writes
 
     @property
     def known_version(self) -> int:
         """The version, also while it fails."""
-        return self._version
+        was_down, self.is_down = self.is_down, False
+        try:
+            return self.version()
+        finally:
+            self.is_down = was_down
 
-    def _set(self, table: BackendTable, key: str, write: Write) -> None:
-        self.num_writes += 1
-        super()._set(table, key, write)
-
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse a use while it fails."""
         if self.is_down:
             raise StoreError("the disk is full")
-        super()._check_open()
+        super().check_open()
 
 
 class Store(StateStore):
@@ -572,7 +571,7 @@ class Store(StateStore):
         self.failing = Failing(deployment, clock=clock)
         super().__init__(self.failing, monotonic=clock)
         self._peeked: dict[object, Any] = {}
-        self._peeked_in = (-1, -1)
+        self._peeked_in = -1
 
     @property
     def is_down(self) -> bool:

@@ -140,7 +140,7 @@ def dispatcher_of(kernel: Any, at_once: Sequence[int] | None) -> Any:
     """Make what compiles a kernel, on disk if it can be; no interpreter lock while it runs.
 
     Args:
-        kernel: an ``eplb.core.jit.Kernel``, which other kernels may call.
+        kernel: an ``eplb.core.jit.LazyKernel``, which other kernels may call.
         at_once: threads that compile the kernel at its first call; others interpret it meanwhile.
             While there are none, it is interpreted until it has had enough work, unless it is on
             disk. None: it is never interpreted.

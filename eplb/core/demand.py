@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb.core.arrays import freeze, on_host, owned
+from eplb.core.cost import CostModel
 from eplb.core.jit import FloatArray
-from eplb.core.kernels import Curve
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError
@@ -95,33 +95,30 @@ def demand_of(
     steps: FloatArray,
     weight: FloatArray,
     topology: Topology,
-    *,
-    curve: Curve = (),
-    rank_us: float = 0.0,
+    timed: CostModel | None = None,
     model: ModelShape | None = None,
 ) -> Demand:
     """Windows as the kernels read them.
 
     Args:
         windows: [T, L, E] tokens times each expert's cost.
-        steps: [T] that each window spans; they count only with a curve.
+        steps: [T] that each window spans; they count only with ``timed``.
         weight: [T], sums to 1.
         topology: ranks that serve, and their speeds.
-        curve: for the time of a replica by its tokens; without one time is proportional to tokens.
-        rank_us: of a rank beside its replicas; only with a curve.
-        model: with the shared experts that a rank computes; only with a curve.
+        timed: has the curve, see ``CostModel.timed``; None: time is proportional to tokens.
+        model: with the shared experts that a rank computes; they count only with ``timed``.
     """
     # A copy in any case: the kernels are compiled once, for arrays that may be written.
     tokens = np.array(windows.transpose(1, 2, 0), order="C")  # [L, E, T]
-    points = np.array(curve, dtype=np.float64).reshape(-1, 2)
+    points = np.array(timed.curve if timed else (), dtype=np.float64).reshape(-1, 2)
     beside = np.zeros((len(tokens), len(weight)))  # time of a rank beside its replicas
     total = tokens.sum(axis=1)
-    if curve:
+    if timed is not None:
         tokens /= steps
         if model is not None:  # a rank computes the shared experts for its own tokens of a step
             own = tokens.sum(axis=1) / model.top_k / topology.alive.sum()
             beside = model.num_shared_experts * _times(own, points)
-        beside = beside + rank_us * (total > 0)
+        beside = beside + timed.rank_us * (total > 0)
         total = _times(tokens, points).sum(axis=1) + beside * topology.serving.sum()
     together = topology.rank_speed[topology.serving].sum()
     rate = np.divide(together, total, out=np.zeros(total.shape), where=total > 0)

@@ -34,7 +34,7 @@ _defining = threading.RLock()
 _declared: list[Callable[[Any], None]] = []  # each is given the compiler
 
 
-class Kernel:
+class LazyKernel:
     """A function that is compiled, or interpreted at first; what it lacks the compiler's has."""
 
     def __init__(self, function: Callable[..., Any], at_once: list[int] | None) -> None:
@@ -84,12 +84,12 @@ def inner(function: Compiled) -> Compiled:
 
 def jit(function: Compiled) -> Compiled:
     """Compile on first use, kept on disk if it can be; no interpreter lock while it runs."""
-    return cast(Compiled, Kernel(function, None))
+    return cast(Compiled, LazyKernel(function, None))
 
 
 def kernel(function: Compiled) -> Compiled:
     """As ``jit``, but interpreted until it has had enough work, unless it is on disk."""
-    return cast(Compiled, Kernel(function, _at_once))
+    return cast(Compiled, LazyKernel(function, _at_once))
 
 
 @inner

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -123,9 +123,12 @@ class Placement:
 
     def of_layers(self, layers: NDArray[np.intp]) -> Placement:
         """Some layers of this placement."""
-        source = None if self.source_share is None else self.source_share[:, layers]
-        held, share = self.slot_to_expert[layers], self.slot_share[layers]
-        return Placement(held, self.num_experts, self.generation, share, source)
+        return replace(
+            self,
+            slot_to_expert=self.slot_to_expert[layers],
+            slot_share=self.slot_share[layers],
+            source_share=None if self.source_share is None else self.source_share[:, layers],
+        )
 
     def with_layers(self, other: Placement, layers: Iterable[int]) -> Placement:
         """This placement with some layers of ``other``: the state in the middle of a migration.
@@ -140,35 +143,24 @@ class Placement:
         chosen = sorted(layers)
         held, share = self.slot_to_expert.copy(), self.slot_share.copy()
         held[chosen], share[chosen] = other.slot_to_expert[chosen], other.slot_share[chosen]
-        source_share = self._source_share_with(other, chosen)
-        return Placement(held, self.num_experts, self.generation, share, source_share)
-
-    def _source_share_with(self, other: Placement, chosen: list[int]) -> NDArray[np.float64] | None:
-        mine, theirs = self.source_share, other.source_share
-        if mine is None and theirs is None:
-            return None
-        template = mine if mine is not None else theirs
-        assert template is not None, "one of the two has shares per source"
-        # A side without shares per source has the same share from every node.
-        merged = np.array(
-            np.broadcast_to(self.slot_share, template.shape) if mine is None else mine
-        )
-        merged[:, chosen] = other.slot_share[chosen] if theirs is None else theirs[:, chosen]
-        return merged
+        by_source, theirs = self.source_share, other.source_share
+        if by_source is not None or theirs is not None:
+            # A side without shares per source has the same share from every node.
+            mine = self.slot_share[None] if by_source is None else by_source
+            num_nodes = len(mine if theirs is None else theirs)
+            by_source = np.repeat(mine, num_nodes // len(mine), axis=0)
+            by_source[:, chosen] = other.slot_share[chosen] if theirs is None else theirs[:, chosen]
+        return Placement(held, self.num_experts, self.generation, share, by_source)
 
     def with_shares(
         self, share: NDArray[np.float64], source_share: NDArray[np.float64] | None = None
     ) -> Placement:
         """The same experts and generation with other shares."""
-        return Placement(
-            self.slot_to_expert, self.num_experts, self.generation, share, source_share
-        )
+        return replace(self, slot_share=share, source_share=source_share)
 
     def with_generation(self, generation: int) -> Placement:
         """The same experts and shares under another generation number."""
-        return Placement(
-            self.slot_to_expert, self.num_experts, generation, self.slot_share, self.source_share
-        )
+        return self if generation == self.generation else replace(self, generation=generation)
 
 
 def by_expert(
@@ -188,6 +180,21 @@ def _places(held: NDArray[np.int32], table: NDArray[np.float64]) -> NDArray[np.i
     num_layers, columns = table.shape
     places: NDArray[np.int64] = held + (1 + columns * np.arange(num_layers)[:, None])
     return places
+
+
+def whole_shares(
+    held: NDArray[np.int32], share: NDArray[np.float64], num_experts: int
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """[L, S] shares in proportion to those given, which sum to 1; [L, E] experts without a slot.
+
+    The replicas of an expert share alike where none of them has a share.
+    """
+    count = by_expert(held, num_experts, None)
+    total = by_expert(held, num_experts, np.where(held == EMPTY, 0.0, share))
+    mine = np.maximum(held, 0)
+    sums, counts = (np.take_along_axis(table, mine, axis=1) for table in (total, count))
+    whole = np.where(sums > 0, share / np.maximum(sums, 1e-300), 1.0 / np.maximum(counts, 1))
+    return np.where(held != EMPTY, whole, 0.0), np.asarray(count == 0)
 
 
 def _check_shares(name: str, share: NDArray[np.float64], placement: Placement) -> None:
@@ -312,6 +319,15 @@ def with_shares_of(
     )
 
 
+def holders(placement: Placement, topology: Topology) -> NDArray[np.bool_]:
+    """[L, R, E] whether a rank holds an expert."""
+    shape = (placement.num_layers, topology.num_ranks, placement.num_experts)
+    holds = np.zeros(shape, dtype=np.bool_)
+    layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)
+    holds[layer, topology.rank_of_slot[slot], placement.slot_to_expert[layer, slot]] = True
+    return holds
+
+
 def slots_in_use(placement: Placement, topology: Topology) -> NDArray[np.int64]:
     """[L, R] slots of each rank that hold an expert."""
     used = np.zeros((placement.num_layers, topology.num_ranks), dtype=np.int64)
@@ -322,12 +338,8 @@ def slots_in_use(placement: Placement, topology: Topology) -> NDArray[np.int64]:
 
 def sole_experts(placement: Placement, topology: Topology) -> NDArray[np.int64]:
     """[R] experts of all layers that no other rank holds: what the loss of a rank costs."""
-    count = placement.replica_count  # [L, E]; a rank holds an expert once
-    layers, slots = np.nonzero(placement.slot_to_expert != EMPTY)
-    is_sole = count[layers, placement.slot_to_expert[layers, slots]] == 1
-    of_rank: NDArray[np.int64] = np.bincount(
-        topology.rank_of_slot[slots[is_sole]], minlength=topology.num_ranks
-    ).astype(np.int64)
+    is_sole = (placement.replica_count == 1)[:, None]  # [L, 1, E]; a rank holds an expert once
+    of_rank: NDArray[np.int64] = (holders(placement, topology) & is_sole).sum(axis=(0, 2))
     return of_rank
 
 
@@ -335,9 +347,8 @@ def uncovered_experts(
     placement: Placement, topology: Topology, is_left: NDArray[np.bool_]
 ) -> list[tuple[int, int]]:
     """(layer, expert) of those that none of the ranks ``is_left`` [R] holds, in order."""
-    held = placement.expert_to_slots  # [L, E, at most so many replicas]
-    has_one = ((held != EMPTY) & is_left[topology.rank_of_slot[held]]).any(axis=2)
-    return [(int(layer), int(expert)) for layer, expert in np.argwhere(~has_one)]
+    is_held = holders(placement, topology)[:, is_left].any(axis=1)
+    return [(int(layer), int(expert)) for layer, expert in np.argwhere(~is_held)]
 
 
 def undrained(placement: Placement, topology: Topology) -> tuple[int, ...]:

@@ -340,6 +340,20 @@ class Problem:
         return self._times_cost(windows if self.scenarios is None else self.scenarios.windows)
 
     @cached_property
+    def likely(self) -> FloatArray:
+        """[T + K, L, E] work of the windows and the scenarios."""
+        return np.concatenate([self.work, self.scenario_work]) if self.scenarios else self.work
+
+    @cached_property
+    def weight(self) -> FloatArray:
+        """[T + K] weight of each window and scenario; 1 together."""
+        weight = np.full(len(self.work), 1.0 / len(self.work))
+        if self.scenarios is None:
+            return weight
+        likely = self.scenarios.weight
+        return np.concatenate([weight * (1 - likely.sum()), likely])
+
+    @cached_property
     def total(self) -> FloatArray:
         """[L, E] work of the windows and the scenarios together, each scenario by its weight."""
         total: FloatArray = self.work.sum(axis=0)
@@ -357,21 +371,18 @@ class Problem:
 
         Windows keep their noise: the next one has as much, and replicas reduce what it costs.
         """
-        windows = self.work
-        weight = np.full(len(windows), 1.0 / len(windows))
-        steps = self._steps
-        if self.scenarios is not None:
-            likely = self.scenarios.weight
-            windows = np.concatenate([windows, self.scenario_work])
-            weight = np.concatenate([weight * (1 - likely.sum()), likely])
-            steps = np.concatenate([steps, np.full(len(likely), steps.mean())])
-        return self._demand_of(windows, steps, weight, by_time=self.objective == "time")
+        steps, num_likely = self._steps, len(self.scenario_work)
+        if num_likely:
+            steps = np.concatenate([steps, np.full(num_likely, steps.mean())])
+        timed = self.cost.timed if self.objective == "time" else None
+        return demand_of(self.likely, steps, self.weight, self.topology, timed, self.model)
 
     @cached_property
     def timed_demand(self) -> Demand:
         """The windows as recorded, by the curve whatever the objective: times are judged on it."""
         weight = np.full(len(self.work), 1.0 / len(self.work))
-        return self._demand_of(self.work, self._steps, weight, by_time=True)
+        timed = self.cost.timed
+        return demand_of(self.work, self._steps, weight, self.topology, timed, self.model)
 
     @cached_property
     def total_demand(self) -> Demand:
@@ -382,22 +393,6 @@ class Problem:
     def _steps(self) -> FloatArray:
         """[T] steps of each complete window."""
         return self.history.steps_per_window[self.complete].astype(np.float64)
-
-    def _demand_of(
-        self, windows: FloatArray, steps: FloatArray, weight: FloatArray, *, by_time: bool
-    ) -> Demand:
-        if not by_time:
-            return demand_of(windows, steps, weight, self.topology)
-        timed, model = self.cost.timed, self.model
-        return demand_of(
-            windows,
-            steps,
-            weight,
-            self.topology,
-            curve=timed.curve,
-            rank_us=timed.rank_us,
-            model=model,
-        )
 
     def _times_cost(self, windows: FloatArray) -> FloatArray:
         return windows if self.model is None else windows * self.model.expert_cost

@@ -252,28 +252,27 @@ class Nodes(NamedTuple):
 
 def pack_groups(work: FloatArray, nodes: Nodes) -> IntArray:
     """[L, G] the node of each group, for work [L, G, experts of a group]."""
-    _, num_groups, _ = work.shape
-    num_nodes = len(nodes.speed)
-    each = num_groups // num_nodes
-    alike = _nodes_are_alike(nodes)
-    packings = factorial(num_groups) // factorial(each) ** num_nodes
-    if packings // (factorial(num_nodes) if alike else 1) > MOST_PACKINGS:
+    num_groups, num_nodes = work.shape[1], len(nodes.speed)
+    columns = (*nodes.num_slots, *nodes.num_ranks, nodes.speed, nodes.fastest)
+    alike = all((figures == figures[0]).all() for figures in columns)
+    if (
+        _num_packings(num_groups, num_nodes) // (factorial(num_nodes) if alike else 1)
+        > MOST_PACKINGS
+    ):
         load = work.sum(axis=2)
         return _pack_and_swap(work, load, np.argsort(-load, axis=1, kind="stable"), nodes)
     sets, choices = _packings(num_groups, num_nodes, alike)
     return _best_packings(work, nodes, sets, choices, alike)
 
 
-def _nodes_are_alike(nodes: Nodes) -> bool:
-    """Whether all nodes have the same slots, ranks and speed."""
-    columns = (*nodes.num_slots, *nodes.num_ranks, nodes.speed, nodes.fastest)
-    return all((figures == figures[0]).all() for figures in columns)
+def _num_packings(num_groups: int, num_nodes: int) -> int:
+    packings: int = factorial(num_groups) // factorial(num_groups // num_nodes) ** num_nodes
+    return packings
 
 
 def is_exact(num_groups: int, num_nodes: int) -> bool:
     """Whether every packing is tried, even where no two nodes are equal."""
-    packings = factorial(num_groups) // factorial(num_groups // num_nodes) ** num_nodes
-    return bool(packings <= MOST_PACKINGS)
+    return _num_packings(num_groups, num_nodes) <= MOST_PACKINGS
 
 
 @inner
@@ -401,26 +400,23 @@ def _swap_groups(
             continue
         for member in range(members.shape[1]):
             for other in range(members.shape[1]):
-                members[slow, member], members[node, other] = (
-                    members[node, other],
-                    members[slow, member],
-                )
+                _exchange(members, slow, member, node, other)
                 slower = max(
                     _node_time(work, members[slow], nodes, layer, slow),
                     _node_time(work, members[node], nodes, layer, node),
                 )
-                members[slow, member], members[node, other] = (
-                    members[node, other],
-                    members[slow, member],
-                )
+                _exchange(members, slow, member, node, other)
                 if slower < best:
                     best, best_node, best_member, best_other = slower, node, member, other
     if best_node < 0:
         return False
-    members[slow, best_member], members[best_node, best_other] = (
-        members[best_node, best_other],
-        members[slow, best_member],
-    )
+    _exchange(members, slow, best_member, best_node, best_other)
     for node in (slow, best_node):
         time[node] = _node_time(work, members[node], nodes, layer, node)
     return True
+
+
+@inner
+def _exchange(members: IntArray, one: int, member: int, node: int, other: int) -> None:
+    """Exchange a group of one node and a group of another."""
+    members[one, member], members[node, other] = members[node, other], members[one, member]

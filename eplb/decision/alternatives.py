@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from eplb.core.cost import CostModel, Decision, Objective
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import BoolArray, FloatArray
-from eplb.core.placement import EMPTY, Placement, changed_slots, moves_per_layer
+from eplb.core.placement import Placement, changed_slots, moves_per_layer
 from eplb.core.problem import Problem
 from eplb.decision.score import (
     as_dispatched,
@@ -273,7 +273,11 @@ def without_losses(
     old, new = serving.placement, proposed.placement
     moves = moves_per_layer(old, new)
     gain = serving.score - proposed.score
-    stays = uneven_layers(old) & ~forced & (gain <= np.where(moves > 0, problem.price, 0.0) * moves)
+    even = Placement(old.slot_to_expert, old.num_experts).slot_share
+    stays = (old.slot_share != even).any(axis=1)
+    if old.source_share is not None:
+        stays |= (old.source_share != even).any(axis=(0, 2))
+    stays &= ~forced & (gain <= np.where(moves > 0, problem.price, 0.0) * moves)
     return proposed.with_layers(serving, stays) if stays.any() else proposed
 
 
@@ -315,17 +319,6 @@ def may_cost_less(problem: Problem, serving: Option, option: Option) -> FloatArr
 
 def _floor(problem: Problem) -> FloatArray:
     return np.asarray(np.maximum(problem.budget.target_imbalance, 1.0 + problem.noise))
-
-
-def uneven_layers(placement: Placement) -> BoolArray:
-    """[L] layers in which some expert's replicas have unequal shares."""
-    held = np.maximum(placement.slot_to_expert, 0)
-    count = np.take_along_axis(placement.replica_count, held, axis=1)
-    equal = np.where(placement.slot_to_expert == EMPTY, 0.0, 1.0 / np.maximum(count, 1))
-    uneven: BoolArray = (placement.slot_share != equal).any(axis=1)
-    if placement.source_share is not None:
-        uneven |= (placement.source_share != equal).any(axis=(0, 2))
-    return uneven
 
 
 def choose(

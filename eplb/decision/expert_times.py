@@ -45,34 +45,26 @@ class ExpertTimes:
             )
 
 
-@dataclass(frozen=True)
-class ChosenCurve:
-    """The curve of a plan, and where it is from."""
-
-    curve: Curve  # (): the constant
-    source: str
-
-
-def chosen_curve(given: Curve, measured: Sequence[ExpertTimes]) -> ChosenCurve:
-    """Choose the curve of a plan.
+def chosen_curve(given: Curve, measured: Sequence[ExpertTimes]) -> tuple[Curve, str]:
+    """Choose the curve of a plan, (): the constant; and where it is from.
 
     Args:
         given: by the user; (): by none.
         measured: by the ranks that serve; most CPU ranks measure none.
     """
     if given:
-        return ChosenCurve(given, "given by the configuration")
+        return given, "given by the configuration"
     constant = "the constant, of DeepSeek-V3's experts in FP8 on an H200"
     if not measured:
-        return ChosenCurve((), f"{constant}: no rank measured its experts")
+        return (), f"{constant}: no rank measured its experts"
     found = _agreed(measured)
     if len(found) < 2 or found[-1][0] < LEAST_LAST:
         last = f"up to {found[-1][0]:g} rows" if found else "nothing that all ranks measured"
         why = f"ranks measured {last}, expected two points and {LEAST_LAST} rows or more"
-        return ChosenCurve((), f"{constant}: {why}")
+        return (), f"{constant}: {why}"
     names = "; ".join(sorted({one.of for one in measured}))
     num_ranks = "one rank" if len(measured) == 1 else f"{len(measured)} ranks"
-    return ChosenCurve(found, f"measured at the start by {num_ranks}: {names}")
+    return found, f"measured at the start by {num_ranks}: {names}"
 
 
 def _agreed(measured: Sequence[ExpertTimes]) -> Curve:

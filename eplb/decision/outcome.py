@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ class Plan:
     @property
     def expert_bytes(self) -> int:
         """Of one expert's weights; 0 when no model was given."""
-        return self.problem.model.expert_bytes if self.problem.model is not None else 0
+        return self.problem.expert_bytes
 
     @property
     def before(self) -> float:
@@ -160,11 +161,7 @@ class Plan:
     def explain(self, layer: int, expert: int) -> Explanation:
         """Explain why an expert has its replicas, why on these ranks, and which moves it needs.
 
-        The layer is its number in the model; without a model, as the placement counts, from 0.
-        ``str()`` of the result gives text, ``to_dict()`` JSON.
-
-        Raises:
-            ConfigError: no such layer or expert.
+        As ``eplb.explain``; ``str()`` of the result gives text, ``to_dict()`` JSON.
         """
         return explain(self, layer, expert)
 
@@ -181,7 +178,11 @@ class Plan:
     @cached_property
     def bytes_by_link(self) -> dict[str, int]:
         """Bytes over each kind of link; zeros when no model gave the size of an expert."""
-        count = Counter(link_of(move, self.topology) for move in self.moves)
+        return self.bytes_of(self.moves)
+
+    def bytes_of(self, moves: Sequence[Move]) -> dict[str, int]:
+        """``bytes_by_link`` of some moves."""
+        count = Counter(link_of(move, self.topology) for move in moves)
         return {link: count[link] * self.expert_bytes for link in LINKS}
 
     @cached_property
@@ -266,7 +267,7 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
         with_one_more=with_more,
         rank_loads=tuple(at for at in view.rank_loads if at.rank in {*before, *after}),
         moves=moves,
-        bytes_by_link=_bytes_by_link_of(plan, moves),
+        bytes_by_link=plan.bytes_of(moves),
         imbalance_before=view.before,
         imbalance_after=view.after,
         bound=float(plan.lower_bound[layer]),
@@ -298,7 +299,7 @@ def explain_layer(plan: Plan, layer: int) -> LayerExplanation:
         more=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] > was[e]),
         fewer=tuple((e, int(was[e]), int(will_be[e])) for e in by_heat if will_be[e] < was[e]),
         moves=view.moves,
-        bytes_by_link=_bytes_by_link_of(plan, view.moves),
+        bytes_by_link=plan.bytes_of(view.moves),
     )
     return replace(found, sentences=layer_sentences(found))
 
@@ -369,8 +370,3 @@ def _ranks_with(
 ) -> tuple[int, ...]:
     slots = np.flatnonzero(placement.slot_to_expert[layer] == expert)
     return tuple(topology.rank_of_slot[slots].tolist())
-
-
-def _bytes_by_link_of(plan: Plan, moves: tuple[Move, ...]) -> dict[str, int]:
-    links = [link_of(move, plan.topology) for move in moves]
-    return {link: links.count(link) * plan.expert_bytes for link in LINKS}

@@ -52,15 +52,6 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class PaceVerdict:
-    """What follows from a migration for the next one."""
-
-    part: float  # part of the deployment's own pace
-    slowdown: float | None  # by the migration that was judged; None: not measured
-    reason: str
-
-
-@dataclass(frozen=True)
 class PaceChange:
     """What a migration did to the steps, and the pace before and after it."""
 
@@ -75,16 +66,8 @@ class PaceChange:
     reason: str
 
 
-@dataclass(frozen=True)
-class PaceNow:
-    """The pace of the next migration, and why."""
-
-    part: float  # part of the deployment's own pace
-    reason: str
-
-
-def pace_now(budget: float, latest: PaceChange | None, *, is_measured: bool) -> PaceNow:
-    """Return the pace of the next migration.
+def pace_now(budget: float, latest: PaceChange | None, *, is_measured: bool) -> tuple[float, str]:
+    """Return the next migration's part of the deployment's own pace, and the reason.
 
     Args:
         budget: by what part the 95th percentile of step time may be longer; 0: any.
@@ -92,44 +75,57 @@ def pace_now(budget: float, latest: PaceChange | None, *, is_measured: bool) -> 
         is_measured: whether a rank reports times of its steps.
     """
     if not budget:
-        return PaceNow(1.0, "fixed: step_time_budget is 0")
+        return 1.0, "fixed: step_time_budget is 0"
     if not is_measured:
-        return PaceNow(1.0, "fixed: no rank reports times of its steps")
+        return 1.0, "fixed: no rank reports times of its steps"
     if latest is None:
-        return PaceNow(1.0, "no migration was judged yet")
-    return PaceNow(latest.part, latest.reason)
+        return 1.0, "no migration was judged yet"
+    return latest.part, latest.reason
 
 
-def next_part(
-    part: float, budget: float, plan_id: int, ranks: Sequence[StepTimes], *, is_late: bool
-) -> PaceVerdict:
-    """Judge a migration by its ranks' steps, and return the part of the pace for the next one.
+def judged(
+    plan_id: int,
+    part: float,
+    budget: float,
+    ranks: Sequence[StepTimes],
+    *,
+    moves: bool = True,
+    is_late: bool = False,
+) -> PaceChange:
+    """Judge a migration by its ranks' steps: the pace that it had, and that of the next one.
 
     The ranks serve in lock step, so that each measures the same slowdown: their median is taken.
 
     Args:
-        part: of the migration that is judged.
+        plan_id: of the migration; times around another one are left out.
+        part: of the deployment's own pace, that it had.
         budget: by what part the 95th percentile of step time may be longer.
-        plan_id: of the migration that is judged; times around another one are left out.
         ranks: what each rank measured.
-        is_late: whether the migration was withdrawn because it had not ended in time.
+        moves: whether it moved any expert.
+        is_late: whether it was withdrawn because it had not ended in time.
     """
-    measured = [one.slowdown for one in ranks if one.plan_id == plan_id]
+    measured = [one.slowdown for one in ranks if moves and one.plan_id == plan_id]
     found = [one for one in measured if one is not None]
     slowdown = median(found) if found else None
-    more = min(part + STEP, 1.0)
-    if is_late:
-        return PaceVerdict(more, slowdown, f"plan {plan_id} did not end in time")
-    if slowdown is None:
+    following = min(part + STEP, 1.0)
+    if not moves:
+        following, reason = part, f"plan {plan_id} was not judged: it moved no expert"
+    elif is_late:
+        reason = f"plan {plan_id} did not end in time"
+    elif slowdown is None:
+        following = part
         reason = (
             f"plan {plan_id} was not judged: no rank reports {ENOUGH_MOVING} steps in it and "
             f"{ENOUGH_BEFORE} before it"
         )
-        return PaceVerdict(part, None, reason)
-    words = f"plan {plan_id} made the p95 of step time {slowdown:+.1%}, expected {budget:+.1%}"
-    if slowdown > budget:
-        return PaceVerdict(max(part / 2, LEAST), slowdown, f"{words} at most")
-    return PaceVerdict(more, slowdown, f"{words} or less")
+    else:
+        reason = f"plan {plan_id} made the p95 of step time {slowdown:+.1%}, expected {budget:+.1%}"
+        reason += " at most" if slowdown > budget else " or less"
+        following = max(part / 2, LEAST) if slowdown > budget else following
+    if following != part:
+        reason += f": part {part:g} -> {following:g}"
+    shown = None if slowdown is None else round(slowdown, 4)
+    return PaceChange(plan_id, shown, budget, part, following, reason)
 
 
 def paced(own: Pace, part: float, num_layers: int) -> Pace:

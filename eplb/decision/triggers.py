@@ -192,18 +192,13 @@ def for_few_layers(proposal: Plan, most: int) -> Plan:
     after = np.where(is_taken, proposal.after_per_layer, proposal.before_per_layer)
     few = base.with_layers(target, taken.tolist()).with_generation(target.generation)
     moves = bool((base.slot_to_expert != few.slot_to_expert).any())
+    whole, gained = proposal.before - proposal.after, proposal.before - float(after.mean())
+    part = gained / whole if np.isfinite(whole) and whole > 0 else 1.0  # of the plan's gain
     return replace(
         proposal,
         target=few,
         after_per_layer=after,
         decision=Decision.MOVE if moves else Decision.RESPLIT,
         reason=f"{proposal.reason}; {most} of {int(changes.sum())} layers, those that gain most",
-        expected_gain=proposal.expected_gain * _part(proposal, after),
+        expected_gain=proposal.expected_gain * part,
     )
-
-
-def _part(proposal: Plan, after: np.ndarray) -> float:
-    """Part of the plan's gain that these layers have."""
-    whole = proposal.before - proposal.after
-    part = proposal.before - float(after.mean())
-    return part / whole if np.isfinite(whole) and whole > 0 else 1.0

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.model import named_ranks, spans
-from eplb.core.placement import EMPTY, Placement, slots_in_use
+from eplb.core.placement import Placement, holders, slots_in_use
 from eplb.core.topology import Topology
 from eplb.core.zones import keeps_groups
 from eplb.errors import PlacementError, TopologyError
@@ -67,7 +67,7 @@ def wanted_for(
         others = [rank for rank in able if rank not in chosen]
         chosen.add(min(others, key=lambda rank: (*_crowd(rank, chosen, topology), rank)))
     room = np.maximum(topology.slots_of_rank.astype(np.int64) - spare_slots, 0)
-    holds = _holds(placement, topology)
+    holds = holders(placement, topology) & topology.alive[:, None]
     while len(chosen) > count:
         fit = _dispensable(chosen, len(chosen) - count, room, placement.num_experts)
         if not fit:
@@ -108,7 +108,7 @@ def _costs_of_retiring(
     num_groups: int,
 ) -> dict[int, tuple[int, ...]]:
     """What speaks against retiring each rank, the weightiest first."""
-    replicas = holds[sorted(chosen)].sum(axis=0)
+    replicas = holds[:, sorted(chosen)].sum(axis=1)
     num_experts = holds.shape[2]
 
     def keeps(those: Collection[int]) -> bool:
@@ -118,21 +118,11 @@ def _costs_of_retiring(
     stays = len(chosen) > 1 and keeps(chosen)
     costs = {}
     for rank in ranks:
-        sole = int((holds[rank] & (replicas == 1)).sum())
+        sole = int((holds[:, rank] & (replicas == 1)).sum())
         even = (-crowd for crowd in _crowd(rank, chosen, topology))
         breaks = stays and not keeps(chosen - {rank})
         costs[rank] = (int(breaks), int(topology.alive[rank]), *even, sole, -rank)
     return costs
-
-
-def _holds(placement: Placement, topology: Topology) -> NDArray[np.bool_]:
-    """[R, L, E] whether a live rank holds an expert."""
-    shape = topology.num_ranks, placement.num_layers, placement.num_experts
-    holds = np.zeros(shape, dtype=np.bool_)
-    layers, slots = np.nonzero(placement.slot_to_expert != EMPTY)
-    holds[topology.rank_of_slot[slots], layers, placement.slot_to_expert[layers, slots]] = True
-    holds[~topology.alive] = False
-    return holds
 
 
 def shortage(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from eplb.core.model import named_ranks
 from eplb.errors import RankError
 
 NO_PLAN = 0
@@ -192,11 +193,7 @@ def _reachable(
 
 
 def _reason(dead: Collection[int], unresponsive: Collection[int]) -> str:
-    found = [f"{_names(dead)} died"] if dead else []
-    found += [f"{_names(unresponsive)} sent no report in time"] if unresponsive else []
+    found = [f"{named_ranks(sorted(dead))} died"] if dead else []
+    if unresponsive:
+        found.append(f"{named_ranks(sorted(unresponsive))} sent no report in time")
     return ", ".join(found) or "the group broke, but every rank is alive"
-
-
-def _names(ranks: Collection[int]) -> str:
-    several = "ranks" if len(ranks) > 1 else "rank"
-    return f"{several} {', '.join(map(str, sorted(ranks)))}"

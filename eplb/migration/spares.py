@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.placement import EMPTY, Placement, with_shares_of
+from eplb.core.placement import EMPTY, Placement, whole_shares, with_shares_of
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError, TopologyError
 
@@ -147,26 +147,18 @@ def intermediate_placement(held: NDArray[np.int32], target: Placement) -> Placem
     Replicas that are in the target's slots already get the target's shares; an expert without such
     a replica is split equally.
     """
-    even = Placement(held, target.num_experts, target.generation)
-    is_there = (held == target.slot_to_expert) & (held != EMPTY)
-    share = _scaled(np.where(is_there, target.slot_share, 0.0), even)
-    source_share = None
-    if target.source_share is not None:
-        per_source = np.where(is_there, target.source_share, 0.0)
-        source_share = np.array([_scaled(wanted, even) for wanted in per_source])
-    return Placement(held, target.num_experts, target.generation, share, source_share)
+    is_there = held == target.slot_to_expert
 
+    def legal(share: NDArray[np.float64]) -> NDArray[np.float64]:
+        return whole_shares(held, np.where(is_there, share, 0.0), target.num_experts)[0]
 
-def _scaled(wanted: NDArray[np.float64], even: Placement) -> NDArray[np.float64]:
-    """[L, S] ``wanted`` scaled to a sum of 1 for each expert; equal shares where the sum is 0."""
-    held = even.slot_to_expert
-    experts = np.maximum(held, 0)
-    total = np.zeros((even.num_layers, even.num_experts))
-    np.add.at(total, (np.arange(len(held))[:, None], experts), wanted)
-    total_of_slot = np.take_along_axis(total, experts, axis=1)
-    share = even.slot_share.copy()
-    np.divide(wanted, total_of_slot, out=share, where=(held != EMPTY) & (total_of_slot > 0))
-    return share
+    source = target.source_share
+    return replace(
+        target,
+        slot_to_expert=held,
+        slot_share=legal(target.slot_share),
+        source_share=None if source is None else np.array([legal(share) for share in source]),
+    )
 
 
 def _held_on(row: Row, topology: Topology) -> set[tuple[int, int]]:

@@ -25,10 +25,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eplb.core.load import LoadHistory
-from eplb.core.placement import EMPTY, Placement, by_expert
+from eplb.core.placement import EMPTY, Placement, by_expert, whole_shares
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
-from eplb.measure import whole_shares
 from eplb.shares.resplitting import resplit
 
 

@@ -14,16 +14,15 @@ Shapes:  T windows, L MoE layers, E experts, K experts of a token, S slots, R ra
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.jit import FloatArray, IntArray, copy_into, inner, kernel
-from eplb.core.placement import EMPTY, Placement
+from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
+from eplb.shares.traffic import share_by_node
 
 WARM, COLD = 1e-2, 1e-5  # first and last temperature, in imbalance
 DEFAULT_STEPS = 200_000  # swaps that are tried in a layer: a second for ten layers
@@ -50,9 +49,9 @@ def nodes_per_token(
     The replica of each expert is chosen by its share, independently of the token's other experts.
     """
     nodes = np.zeros(len(expert_ids))
+    part = share_by_node(placement.slot_share, placement, topology)  # [L, E, N]
     for layer, ids in enumerate(expert_ids):
-        part = _part_on_node(placement, topology, layer)
-        absent = np.where((ids >= 0)[:, :, None], 1.0 - part[ids], 1.0)
+        absent = np.where((ids >= 0)[:, :, None], 1.0 - part[layer, ids], 1.0)
         nodes[layer] = (1.0 - absent.prod(axis=1)).sum(axis=1).mean()
     return nodes
 
@@ -91,94 +90,72 @@ def colocate_coactivated(
     if problem.groups_stay or problem.constraints.binds_experts:
         raise ConfigError("expert groups and constraints are not supported here, expected none")
     topology = problem.topology
-    slot_map = _SlotMap(
-        topology.rank_of_slot.astype(np.int64),
-        topology.node_of_rank.astype(np.int64),
-        1.0 / topology.rank_speed,
-        topology.num_nodes,
-    )
+    rank, node = topology.rank_of_slot.astype(np.int64), topology.node_of_rank.astype(np.int64)
+    slowness = 1.0 / topology.rank_speed
     held = placement.slot_to_expert.astype(np.int64)
     rng = np.random.default_rng(problem.seed)
     slots = rng.integers(topology.num_slots, size=(steps, 2))
     cooling = WARM * (COLD / WARM) ** np.linspace(0.0, 1.0, steps)
-    proposals = _Proposals(price, slots, cooling * rng.exponential(size=steps))
+    loss = cooling * rng.exponential(size=steps)  # that each swap may make
     for layer in range(len(held)):
         work = np.array(problem.scaled[layer], order="C")
         pairs = np.ascontiguousarray(together[layer], dtype=np.float64)
-        held[layer] = _annealed(work, pairs, held[layer], slot_map, proposals)
+        held[layer] = _annealed(work, pairs, held[layer], rank, node, slowness, price, slots, loss)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
-
-
-def _part_on_node(placement: Placement, topology: Topology, layer: int) -> FloatArray:
-    """[E, N] part of each expert's tokens that each node serves."""
-    held = placement.slot_to_expert[layer]
-    used = held != EMPTY
-    part = np.zeros((placement.num_experts, topology.num_nodes))
-    np.add.at(part, (held[used], topology.node_of_slot[used]), placement.slot_share[layer, used])
-    return part
-
-
-class _SlotMap(NamedTuple):
-    """Rank of each slot; node and speed of each rank."""
-
-    rank: IntArray  # [S]
-    node: IntArray  # [R]
-    pace: FloatArray  # [R] time per unit of load
-    num_nodes: int
-
-
-class _Proposals(NamedTuple):
-    """The swaps to try, and the loss that each may make."""
-
-    price: float
-    slots: IntArray  # [steps, 2]
-    loss: FloatArray  # [steps]
 
 
 @kernel
 def _annealed(
-    work: FloatArray, pairs: FloatArray, held: IntArray, slot_map: _SlotMap, proposals: _Proposals
+    work: FloatArray,
+    pairs: FloatArray,
+    held: IntArray,
+    rank_of_slot: IntArray,
+    node_of_rank: IntArray,
+    slowness: FloatArray,
+    price: float,
+    slots: IntArray,
+    loss: FloatArray,
 ) -> IntArray:
-    """[S] the best placement found by swaps of two slots: simulated annealing."""
-    num_experts = work.shape[1]
+    """[S] the best placement found by swaps of ``slots`` [steps, 2]: simulated annealing."""
+    num_experts, num_nodes = work.shape[1], node_of_rank.max() + 1
     replicas = np.zeros(num_experts)
     for expert in held:
         if expert >= 0:
             replicas[expert] += 1.0
-    part = np.zeros((num_experts, slot_map.num_nodes))
-    on_rank = np.zeros((len(slot_map.node), num_experts), dtype=np.bool_)
-    load = np.zeros((work.shape[0], len(slot_map.node)))
+    part = np.zeros((num_experts, num_nodes))
+    on_rank = np.zeros((len(node_of_rank), num_experts), dtype=np.bool_)
+    load = np.zeros((work.shape[0], len(node_of_rank)))
     for slot, expert in enumerate(held):
         if expert >= 0:
-            rank = slot_map.rank[slot]
-            part[expert, slot_map.node[rank]] += 1.0 / replicas[expert]
+            rank = rank_of_slot[slot]
+            part[expert, node_of_rank[rank]] += 1.0 / replicas[expert]
             on_rank[rank, expert] = True
             for window in range(len(load)):
-                load[window, rank] += work[window, expert] / replicas[expert] * slot_map.pace[rank]
+                load[window, rank] += work[window, expert] / replicas[expert] * slowness[rank]
     partners = np.zeros(part.shape)  # [E, N] weight of an expert's pairs on each node
     for one in range(num_experts):
         for other in range(num_experts):
-            for node in range(slot_map.num_nodes):
+            for node in range(num_nodes):
                 partners[one, node] += pairs[one, other] * part[other, node]
     imbalance, gained, best_gain = _busiest(load), 0.0, 0.0
     now, best = held.copy(), held.copy()
-    for step in range(len(proposals.loss)):
-        one, two = proposals.slots[step]
-        a, b, rank_a, rank_b = now[one], now[two], slot_map.rank[one], slot_map.rank[two]
+    for step in range(len(loss)):
+        one, two = slots[step]
+        a, b, rank_a, rank_b = now[one], now[two], rank_of_slot[one], rank_of_slot[two]
         if a < 0 or b < 0 or a == b or rank_a == rank_b or on_rank[rank_a, b] or on_rank[rank_b, a]:
             continue
-        node_a, node_b = slot_map.node[rank_a], slot_map.node[rank_b]
+        node_a, node_b = node_of_rank[rank_a], node_of_rank[rank_b]
         each_a, each_b = 1.0 / replicas[a], 1.0 / replicas[b]
         nearer = 0.0
         if node_a != node_b:
             nearer = each_a * (partners[a, node_b] - partners[a, node_a])
             nearer += each_b * (partners[b, node_a] - partners[b, node_b])
             nearer -= 2.0 * each_a * each_b * pairs[a, b]
-        _swap_load(load, work, slot_map.pace, (a, rank_a, each_a), (b, rank_b, each_b))
+        _swap_load(load, work, slowness, (a, rank_a, each_a), (b, rank_b, each_b))
         after = _busiest(load)
-        gain = imbalance - after + proposals.price * nearer
-        if gain < -proposals.loss[step]:
-            _swap_load(load, work, slot_map.pace, (b, rank_a, each_b), (a, rank_b, each_a))
+        gain = imbalance - after + price * nearer
+        if gain < -loss[step]:
+            _swap_load(load, work, slowness, (b, rank_a, each_b), (a, rank_b, each_a))
             continue
         now[one], now[two] = b, a
         on_rank[rank_a, a] = on_rank[rank_b, b] = False
@@ -200,7 +177,7 @@ def _annealed(
 def _swap_load(
     load: FloatArray,
     work: FloatArray,
-    pace: FloatArray,
+    slowness: FloatArray,
     one: tuple[int, int, float],
     other: tuple[int, int, float],
 ) -> None:
@@ -208,8 +185,8 @@ def _swap_load(
     (mine, here, each_mine), (theirs, there, each_theirs) = one, other
     for window in range(len(load)):
         change = work[window, theirs] * each_theirs - work[window, mine] * each_mine
-        load[window, here] += change * pace[here]
-        load[window, there] -= change * pace[there]
+        load[window, here] += change * slowness[here]
+        load[window, there] -= change * slowness[there]
 
 
 @inner

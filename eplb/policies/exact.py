@@ -35,8 +35,8 @@ EFFORT = 10.0  # for each layer, in CP-SAT's deterministic seconds: of the order
 UNITS = 10**6  # for the mean rank load: the solver computes in integers
 # on[e, c, r] of one layer. A layer of 256 experts on 32 ranks would have some 250,000.
 MOST_CHOICES = 20_000
-Choice = tuple[int, int, int]  # expert, replicas, rank
-Chosen = dict[Choice, Any]  # the solver's variables
+Assignment = tuple[int, int, int]  # expert, replicas, rank
+Chosen = dict[Assignment, Any]  # the solver's variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +59,6 @@ class ExactResult:
             self.is_proved, 0.0, self.objective / self.bound - 1.0
         )
         return distance
-
-
-def exact(problem: Problem) -> Placement:
-    """The placement of ``solve_exact`` with the default effort, as a policy."""
-    return solve_exact(problem).placement
 
 
 def solve_exact(problem: Problem, *, effort: float = EFFORT) -> ExactResult:
@@ -163,7 +158,7 @@ class ExactLayer(NamedTuple):
     num_groups: int  # 1 unless they stay on nodes
 
     @property
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[Assignment]:
         """All (expert, replicas, rank)."""
         return [
             (expert, count, rank)

@@ -47,6 +47,10 @@ class Frontier(NamedTuple):
     moves: IntArray  # [P] moves that this segment adds
     score: FloatArray  # [P] score of the layer once this is bought
 
+    def at(self, places: IntArray) -> Frontier:
+        """The segments in these places, in this order."""
+        return Frontier(*(part[places] for part in self))
+
 
 def best_improved(problem: Problem) -> tuple[IntArray, BalanceCurve]:
     """[L, S] the current placement improved within the budget, by the problem's objective."""
@@ -79,10 +83,11 @@ def incremental(problem: Problem) -> tuple[IntArray, BalanceCurve]:
     kept = np.flatnonzero(~ungrouped)
     spent = int(steps.moves[kept, 0].sum())
     left = None if problem.max_moves is None else max(problem.max_moves - spent, 0)
-    frontier = worth_price(frontier_of(steps, kept), steps, problem.price)
-    taken, selected = select_steps(frontier, len(base), left)
-    held = after_steps(start, steps, taken)
-    curve = curve_of(selected, steps.start, spent)
+    bought = _within_budget(_frontier(steps, kept, problem.price), len(base), left)
+    taken = np.zeros(len(base), dtype=np.int64)
+    taken[bought.layer] = bought.steps  # of several segments of a layer the last counts
+    held = _after_steps(start, steps, taken)
+    curve = _curve_of(bought, steps.start, spent)
     reached = np.take_along_axis(steps.score, taken[:, None], axis=1)[:, 0]
     # Perfect balance would be worth moving half of the slots.
     may_gain = reached - 1.0 > problem.price * (problem.topology.num_slots / 2)
@@ -139,7 +144,7 @@ def _moves(base: NDArray[np.int32], held: IntArray) -> IntArray:
     return moves
 
 
-def after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
+def _after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
     """[L, S] ``start`` after the first ``taken`` [L] steps of each layer."""
     held, most = start.copy(), int(taken.max(initial=0))
     slots, experts = steps.slots[:, :most], steps.experts[:, :most]
@@ -149,14 +154,20 @@ def after_steps(start: IntArray, steps: Steps, taken: IntArray) -> IntArray:
     return held
 
 
-def frontier_of(steps: Steps, layers: IntArray) -> Frontier:
-    """The frontier over some layers, without the moves that are in ``held`` at the start."""
+def _frontier(steps: Steps, layers: IntArray, price: FloatArray) -> Frontier:
+    """Segments of some layers whose gain per move is at least the price [L].
+
+    Sorted by gain over price, which is gain per second of moving. Moves that are in ``held`` at the
+    start do not count.
+    """
     layer, taken, moves, gain, score = _segments(
         steps.score, steps.moves, steps.taken, np.ascontiguousarray(layers)
     )
-    # Free gains first. A layer's own segments fall in gain per move, so they stay in order.
-    order = np.argsort(-gain / np.maximum(moves, 1e-3), kind="stable")
-    return Frontier(layer[order], taken[order], moves[order], score[order])
+    cost = np.where(moves > 0, price[layer], 0.0) * moves
+    value = np.divide(gain, cost, out=np.full(len(layer), np.inf), where=cost > 0)
+    # Of equal ones free gains first. A layer's own segments fall in both, so they stay in order.
+    order = np.lexsort((-gain / np.maximum(moves, 1e-3), -value))
+    return Frontier(layer, taken, moves, score).at(order[value[order] >= 1.0])
 
 
 @kernel
@@ -189,44 +200,10 @@ def _segments(
     return of_layer[:size], at_step[:size], added[:size], gained[:size], after[:size]
 
 
-def worth_price(frontier: Frontier, steps: Steps, price: FloatArray) -> Frontier:
-    """Segments whose gain per move is at least the price [L]; later ones of a layer gain less.
-
-    Sorted by gain over price, which is gain per second of moving.
-    """
-    layer, at = frontier.layer, frontier.steps
-    from_step = np.zeros(len(layer), dtype=np.int64)
-    last = np.zeros(len(price), dtype=np.int64)
-    for place, (number, step) in enumerate(zip(layer.tolist(), at.tolist(), strict=True)):
-        from_step[place], last[number] = last[number], step
-    gain = steps.score[layer, from_step] - frontier.score
-    cost = np.where(frontier.moves > 0, price[layer], 0.0) * frontier.moves
-    value = np.divide(gain, cost, out=np.full(len(layer), np.inf), where=cost > 0)
-    order = np.argsort(-value, kind="stable")
-    order = order[value[order] >= 1.0]
-    return Frontier(*(part[order] for part in frontier))
-
-
-def select_steps(
-    frontier: Frontier, num_layers: int, most: int | None
-) -> tuple[IntArray, Frontier]:
-    """[L] steps of each layer within ``most`` moves, and the selected part of the frontier."""
-    taken = np.zeros(num_layers, dtype=np.int64)
-    selected = _within_budget(frontier, num_layers, most)
-    for layer, steps in zip(frontier.layer[selected], frontier.steps[selected], strict=True):
-        taken[layer] = steps
-    return taken, Frontier(
-        frontier.layer[selected],
-        frontier.steps[selected],
-        frontier.moves[selected],
-        frontier.score[selected],
-    )
-
-
-def _within_budget(frontier: Frontier, num_layers: int, most: int | None) -> IntArray:
-    """Selected positions: a layer ends at its first segment over budget, others continue."""
+def _within_budget(frontier: Frontier, num_layers: int, most: int | None) -> Frontier:
+    """Within ``most`` moves: a layer ends at its first segment over budget, others continue."""
     if most is None or frontier.moves.sum() <= most:
-        return np.arange(len(frontier.layer))
+        return frontier
     spent, stopped, selected = 0, np.zeros(num_layers, dtype=np.bool_), []
     for place, (layer, moves) in enumerate(zip(frontier.layer, frontier.moves, strict=True)):
         if stopped[layer] or spent + moves > most:
@@ -234,10 +211,10 @@ def _within_budget(frontier: Frontier, num_layers: int, most: int | None) -> Int
             continue
         spent += int(moves)
         selected.append(place)
-    return np.array(selected, dtype=np.int64)
+    return frontier.at(np.array(selected, dtype=np.int64))
 
 
-def curve_of(selected: Frontier, first: FloatArray, moves: int) -> BalanceCurve:
+def _curve_of(selected: Frontier, first: FloatArray, moves: int) -> BalanceCurve:
     """Points (moves, mean score), from the scores ``first`` [L] and the moves of the start."""
     now = first.copy()
     total = now.sum()

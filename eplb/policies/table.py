@@ -228,9 +228,9 @@ def random_policy(problem: Problem) -> Placement:
 
 def exact_policy(problem: Problem) -> Placement:
     """Optimal, or with its gap; for small or offline problems (``solve_exact``)."""
-    from eplb.policies.exact import exact
+    from eplb.policies.exact import solve_exact
 
-    return exact(problem)
+    return solve_exact(problem).placement
 
 
 class PolicyTable(UserDict[str, PolicyEntry]):

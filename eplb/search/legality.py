@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from eplb.core.constraints import ConstraintArrays, constraint_arrays
 from eplb.core.demand import Demand
 from eplb.core.jit import NONE, ZERO, BoolArray, IntArray, inner, kernel
-from eplb.core.placement import Placement, check_fits, undrained
+from eplb.core.placement import Placement, check_fits, holders, undrained
 from eplb.core.problem import Frame, Problem
 from eplb.core.zones import Ranks, nodes_of_groups
 from eplb.errors import PlacementError
@@ -91,12 +91,8 @@ def violations_of(problem: Problem, placement: Placement) -> dict[int, str]:
 
 
 def _broken_constraints(problem: Problem, placement: Placement) -> dict[int, str]:
-    topology, numbers = problem.topology, problem.layer_ids
-    constraints = problem.frame.constraints
-    shape = (placement.num_layers, topology.num_ranks, problem.num_experts)
-    holds = np.zeros(shape, dtype=np.bool_)
-    layers, slots = np.nonzero(placement.slot_to_expert >= 0)
-    holds[layers, topology.rank_of_slot[slots], placement.slot_to_expert[layers, slots]] = True
+    numbers, constraints = problem.layer_ids, problem.frame.constraints
+    holds = holders(placement, problem.topology)
     domains = np.zeros(constraints.spread.shape, dtype=np.int64)
     for domain in np.unique(constraints.domain):
         domains += holds[:, constraints.domain == domain].any(axis=1)

@@ -98,7 +98,10 @@ def best_shares(
     share = shares_by_speed(placement, problem.topology)
     if not len(layers):
         return share
-    windows, prior = _likely(problem, layers)
+    work = problem.scaled
+    if problem.scenarios is not None:
+        work = scale(problem.likely.transpose(1, 0, 2), problem.topology)
+    windows, prior = np.ascontiguousarray(work[layers]), problem.weight
     held, start = placement.slot_to_expert[layers], share[layers]
     fitted, objective = split_layers(
         windows, prior, held.astype(np.int64), ranks_of(problem.topology)
@@ -178,18 +181,6 @@ def supported_part(
     np.divide(real, gain + noise_of_mean, out=signal, where=real > 0)
     most = 1.0 if num_windows == 1 else num_windows / (num_windows + HALF_TRUST_WINDOWS)
     return np.minimum(signal, most)
-
-
-def _likely(problem: Problem, layers: NDArray[np.intp]) -> tuple[FloatArray, FloatArray]:
-    """Windows and scenarios [n, T + C, E] in units of the mean rank load; and their weights."""
-    work, scenarios = problem.scaled[layers], problem.scenarios
-    prior = np.full(work.shape[1], 1.0 / work.shape[1])
-    if scenarios is None:
-        return np.ascontiguousarray(work), prior
-    loads = problem.scenario_work[:, layers].transpose(1, 0, 2)
-    likely = scenarios.weight
-    work = np.concatenate([work, scale(loads, problem.topology)], axis=1)
-    return np.ascontiguousarray(work), np.concatenate([prior * (1 - likely.sum()), likely])
 
 
 def _fluctuation(

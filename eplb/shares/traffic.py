@@ -40,7 +40,7 @@ def crossing(problem: Problem, placement: Placement) -> FloatArray:
         shares = np.repeat(placement.slot_share[None], len(starts), axis=0)
     stays = np.zeros(heat.shape)
     for node, part in enumerate(starts):
-        local = _by_node(shares[node], placement, problem.topology)[:, :, node]
+        local = share_by_node(shares[node], placement, problem.topology)[:, :, node]
         stays += part * local
     crosses: FloatArray = heat.sum(axis=1) - (heat * stays).sum(axis=1)
     return np.clip(crosses, 0.0, 1.0)
@@ -55,7 +55,7 @@ def with_local_shares(problem: Problem, placement: Placement) -> Placement:
     """
     topology, starts = problem.topology, problem.tokens_of_node
     share, held = placement.slot_share, np.maximum(placement.slot_to_expert, 0)
-    on_node = _by_node(share, placement, topology)  # [L, E, N]
+    on_node = share_by_node(share, placement, topology)  # [L, E, N]
     local = np.minimum(starts, on_node)  # part of an expert's tokens
     node_of_slot = topology.node_of_slot
     layer = np.arange(len(held))[:, None]
@@ -109,7 +109,7 @@ def movable(problem: Problem) -> tuple[BoolArray, BoolArray]:
     return np.ones(problem.topology.num_ranks, dtype=np.bool_), stays
 
 
-def _by_node(share: FloatArray, placement: Placement, topology: Topology) -> FloatArray:
+def share_by_node(share: FloatArray, placement: Placement, topology: Topology) -> FloatArray:
     """[L, E, N] part of each expert's tokens that each node serves, for shares [L, S]."""
     num_layers, num_experts, num_nodes = len(share), placement.num_experts, topology.num_nodes
     layer, slot = np.nonzero(placement.slot_to_expert != EMPTY)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from eplb.clock import Clock
 from eplb.migration.build import Migration
 from rebalance.types import SWITCHED_OFF
-from telemetry.state.events import Outcome
+from telemetry.state.events import PlanOutcome
 from telemetry.state.runs import RankState
 from telemetry.state.store import StateStore
 
@@ -69,7 +69,7 @@ class OpenPlan:
         states: Sequence[RankState],
         served_weights: int | None,
         deadline_s: float,
-    ) -> tuple[Outcome, str] | None:
+    ) -> tuple[PlanOutcome, str] | None:
         plan_id, version = migration.plan_id, migration.weights_version
         committed = self._store.committed()
         if committed is None or committed.placement.generation != migration.base.generation:

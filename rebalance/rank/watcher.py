@@ -31,7 +31,7 @@ from rebalance.stage.share import Share
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from rebalance.types import Record
-from telemetry.state.events import Outcome
+from telemetry.state.events import PlanOutcome
 from telemetry.state.live import Control, LiveState
 from telemetry.state.runs import Details, RankState
 from telemetry.state.store import StateStore
@@ -279,7 +279,7 @@ class Watcher:
         self._to_write.put(Writing(f"writing an event of kind {kind!r}", write))
 
     def commit(
-        self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
+        self, migration: Migration, serving: Placement, outcome: PlanOutcome, reason: str
     ) -> None:
         """Queue the commit of ``serving`` as the outcome of ``migration``.
 
@@ -293,7 +293,7 @@ class Watcher:
         self._to_write.put(Writing(what, write, migration.plan_id, until))
 
     def _write(
-        self, migration: Migration, serving: Placement, outcome: Outcome, reason: str
+        self, migration: Migration, serving: Placement, outcome: PlanOutcome, reason: str
     ) -> None:
         base = migration.base.generation
         if serving.generation == base:  # nothing was swapped

@@ -13,6 +13,7 @@ from itertools import product
 
 import torch
 
+from eplb.core.model import spans
 from eplb.errors import CheckpointError
 from runtime.checkpoints.families import GATE, GATE_UP, UP, ExpertLayout
 from runtime.checkpoints.model_config import CONFIG_FILE, ModelConfig
@@ -83,7 +84,8 @@ class ExpertTensors:
         if in_files != config.moe_layers:
             raise CheckpointError(
                 f"{files.path / CONFIG_FILE}: routed experts in layers "
-                f"{_listed(config.moe_layers)}, expected {_listed(in_files)} as in the weight files"
+                f"{spans(config.moe_layers) or 'none'}, expected {spans(in_files) or 'none'} as in "
+                "the weight files"
             )
 
     def _find_layers(self) -> tuple[dict[int, _Layer], str, ExpertLayout]:
@@ -163,7 +165,7 @@ class ExpertTensors:
         if layer not in known:
             raise CheckpointError(
                 f"{self._files.path}: layer {layer} has no routed experts, "
-                f"expected one of {_listed(known)}"
+                f"expected one of {spans(known) or 'none'}"
             )
         return self._layers[layer]
 
@@ -245,15 +247,3 @@ def _missing_name(layer: _Layer, expert: int, part: str) -> str:
         if part.startswith(projection) and suffix in layer.layout.suffixes:
             return f"{layer.prefix}.{name.format(expert=expert)}{suffix}"
     return f"{layer.prefix} expert {expert} {part}"
-
-
-def _listed(layers: tuple[int, ...]) -> str:
-    """Layer numbers as text, runs of more than two shortened."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1] = [runs[-1][0], layer]
-        else:
-            runs.append([layer])
-    ends = [(", " if run[-1] - run[0] == 1 else "..").join(map(str, run)) for run in runs]
-    return ", ".join(ends) or "none"

@@ -49,6 +49,16 @@ def mix_causally(hidden: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor) -> 
     return mixed.transpose(1, 2).reshape(batch, length, width) @ out.T
 
 
+def attended(
+    weights: Weights, name: str, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states after the attention of a layer, tokens [T, H], and router logits [T, E]."""
+    qkv, out = (weights[f"{name}.self_attn.{one}_proj.weight"] for one in ("qkv", "o"))
+    hidden = hidden + mix_causally(normalise(hidden), qkv, out)
+    tokens = normalise(hidden).flatten(0, 1)
+    return hidden, tokens, tokens.float() @ weights[f"{name}.mlp.gate.weight"].float().T
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """The routed experts of one layer, over all ranks, and an optional shared expert.
@@ -129,13 +139,7 @@ class MoEStack:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states after attention, tokens [T, H], their experts and weights [T, K]."""
         name = layer_name(self._model.layer_ids[layer])
-        hidden = hidden + mix_causally(
-            normalise(hidden),
-            self._weights[f"{name}.self_attn.qkv_proj.weight"],
-            self._weights[f"{name}.self_attn.o_proj.weight"],
-        )
-        tokens = normalise(hidden).flatten(0, 1)
-        logits = tokens.float() @ self._weights[f"{name}.mlp.gate.weight"].float().T
+        hidden, tokens, logits = attended(self._weights, name, hidden)
         experts, weights = route(logits, self._model.top_k)
         if forced is not None:
             experts = forced[layer]

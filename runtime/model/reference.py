@@ -15,7 +15,7 @@ import torch
 from eplb.core.model import ModelShape
 from runtime.checkpoints.own_model import Weights, expert_name, layer_name
 from runtime.model.compute import swiglu
-from runtime.model.moe import Forward, mix_causally, normalise
+from runtime.model.moe import Forward, attended, normalise
 
 TIE = 1e-4  # router logits nearer than this are a tie: rounding may choose either expert
 
@@ -46,13 +46,7 @@ class ReferenceModel:
         wrong_routes = 0
         for layer in range(self._model.num_layers):
             name = layer_name(self._model.layer_ids[layer])
-            hidden = hidden + mix_causally(
-                normalise(hidden),
-                self._weights[f"{name}.self_attn.qkv_proj.weight"],
-                self._weights[f"{name}.self_attn.o_proj.weight"],
-            )
-            tokens = normalise(hidden).flatten(0, 1)
-            logits = tokens @ self._weights[f"{name}.mlp.gate.weight"].T
+            hidden, tokens, logits = attended(self._weights, name, hidden)
             experts = answer.experts[layer]
             if not forced:
                 wrong_routes += self._wrong_routes(logits, experts)

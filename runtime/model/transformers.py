@@ -162,9 +162,7 @@ def serve_experts(
         ConfigError: the model has no experts that can be served.
     """
     found = find_experts(model)
-    experts = LibraryExperts.over_slots(
-        found, [bank.weights(number) for number in range(bank.num_layers)]
-    )
+    experts = LibraryExperts(found, [bank.weights(number) for number in range(bank.num_layers)])
     passes = PassCounter()
     passes.watch(model)
     for number, one in enumerate(found):
@@ -176,28 +174,23 @@ def serve_experts(
 
 
 class LibraryExperts:
-    """Runs the library's own code on received rows; each row goes to one slot."""
+    """Runs the library's own code on received rows; each row goes to one slot.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    The library's modules have the slots [C, ...] of each layer in place of experts [E, ...]. They
+    share storage with the slots, and the modules that are given do not change.
+    """
 
-    @staticmethod
-    def over_slots(
-        found: Sequence[ExpertsModule], slots: Sequence[Mapping[str, torch.Tensor]]
-    ) -> LibraryExperts:
-        """The library's modules with the slots [C, ...] of each layer in place of experts [E, ...].
-
-        Storage is shared with the slots, and the modules themselves are not changed.
-        """
-        modules = []
+    def __init__(
+        self, found: Sequence[ExpertsModule], slots: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        self._modules: list[nn.Module] = []
         for one, tensors in zip(found, slots, strict=True):
             module = copy.copy(one.module)
             module._parameters = {
                 name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()
             }
             vars(module)["num_experts"] = len(next(iter(tensors.values())))
-            modules.append(module)
-        return LibraryExperts(modules)
+            self._modules.append(module)
 
     @torch.no_grad()
     def run(self, layer: int, received: Received) -> torch.Tensor:

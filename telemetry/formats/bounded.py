@@ -157,6 +157,26 @@ def int_array(value: Any, ndim: tuple[int, ...] | int, where: str) -> NDArray[np
         raise HistoryError(f"{where}: a number does not fit 64 bits") from exc
 
 
+def check_whole(
+    values: Any, shape: tuple[int | None, ...], where: str, low: int = 0, high: int = 2**48
+) -> None:
+    """Refuse what is no array of whole numbers of a shape, within limits; None: any length.
+
+    Raises:
+        HistoryError: it is not.
+    """
+    found: tuple[int, ...] = getattr(values, "shape", ())
+    if len(found) != len(shape) or any(
+        want not in (None, n) for want, n in zip(shape, found, strict=True)
+    ):
+        wanted = ", ".join("any" if length is None else str(length) for length in shape)
+        raise HistoryError(f"{where} has shape {found}, expected integers [{wanted}]")
+    if values.dtype.kind not in "iu":
+        raise HistoryError(f"{where} is of {values.dtype}, expected whole numbers")
+    if values.size and not (values.min() >= low and values.max() <= high):
+        raise HistoryError(f"{where} has {values.min()}..{values.max()}, expected {low}..{high}")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file, or leave what was there.
 

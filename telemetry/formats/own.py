@@ -33,6 +33,7 @@ from eplb.errors import HistoryError, PlacementError, StoreError
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import (
     check_regular,
+    check_whole,
     int_array,
     member,
     read_arrays,
@@ -74,8 +75,8 @@ def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     if "load" not in arrays:
         raise HistoryError(f"the file holds {names}, expected load")
     ids = arrays.get("layer_ids")
-    if ids is not None and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-        raise HistoryError(f"layer_ids has shape {ids.shape} of {ids.dtype}, expected integers [L]")
+    if ids is not None:
+        check_whole(ids, (None,), "layer_ids")
     return _load_file(arrays["load"], None if ids is None else ids.tolist(), options)
 
 
@@ -191,27 +192,14 @@ def _take_chunk(
     loads: NDArray[Any],
     where: str,
 ) -> None:
-    num_records = len(layers) if layers.ndim == 1 else -1
-    known = next((row for batch in parts.values() for row in batch.values()), loads[:1].ravel())
-    if (
-        loads.ndim != 2
-        or batches.shape != (num_records,)
-        or loads.shape != (num_records, len(known))
-    ):
-        raise HistoryError(
-            f"{where}: layers {layers.shape}, microbatches {batches.shape}, loads {loads.shape}, "
-            "expected one of each record"
-        )
-    if any(one.dtype.kind not in "iu" for one in (layers, batches, loads)):
-        raise HistoryError(f"{where}: found other values than whole numbers")
-    if loads.size and (loads.min() < 0 or loads.max() > 2**48):
-        raise HistoryError(f"{where}: {loads.min()}..{loads.max()} tokens of an expert")
+    known = next((len(row) for batch in parts.values() for row in batch.values()), None)
+    check_whole(loads, (None, known), f"{where}: pre_logical_loads")
+    check_whole(layers, (len(loads),), f"{where}: layers", high=2**16 - 1)
+    check_whole(batches, (len(loads),), f"{where}: microbatches", high=2**62 - 1)
     for layer, batch, row in zip(layers.tolist(), batches.tolist(), loads, strict=True):
         of_batch = parts.setdefault(batch, {})
-        if layer in of_batch or not 0 <= layer < 2**16 or not 0 <= batch < 2**62:
-            raise HistoryError(
-                f"{where}: layer {layer} of micro-batch {batch} twice or out of range"
-            )
+        if layer in of_batch:
+            raise HistoryError(f"{where}: layer {layer} of micro-batch {batch} twice")
         of_batch[layer] = row
 
 

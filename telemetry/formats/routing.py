@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory, as_history
 from eplb.errors import ConfigError, HistoryError
-from telemetry.formats.bounded import read_arrays, read_npy, read_text_bytes
+from telemetry.formats.bounded import check_whole, read_arrays, read_npy, read_text_bytes
 from telemetry.formats.types import (
     Layers,
     LoadFile,
@@ -168,17 +168,8 @@ def _layout_of(path: Path, shape: tuple[int, ...], request_len: NDArray[np.int64
 
 def _sum_of_lengths(path: Path, request_len: NDArray[Any]) -> int:
     """Sum the lengths of requests; none is so large that the sum could overflow."""
-    most = 2**31 - 1
-    if request_len.dtype.kind not in "iu" or request_len.ndim > 1:
-        raise HistoryError(
-            f"trace {path}: request_len has shape {request_len.shape} and dtype "
-            f"{request_len.dtype}, expected integers [requests]"
-        )
-    if request_len.size and not (request_len.min() >= 0 and request_len.max() <= most):
-        raise HistoryError(
-            f"trace {path}: request_len is {request_len.min()}..{request_len.max()}, "
-            f"expected 0..{most}"
-        )
+    lengths = np.atleast_1d(request_len)
+    check_whole(lengths, (None,), f"trace {path}: request_len", high=2**31 - 1)
     return int(request_len.sum())
 
 
@@ -369,10 +360,10 @@ def read_vllm_requests(folder: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
 
 def _vllm_ids(path: Path) -> NDArray[Any]:
     ids = read_npy(path)
-    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size or ids.shape[2] > MAX_TOP_K:
-        raise HistoryError(
-            f"{path}: found {ids.shape} of {ids.dtype}, expected integers [tokens, layers, top-k]"
-        )
+    where = f"{path}: the array [tokens, layers, top-k]"
+    check_whole(ids, (None, None, None), where, low=-1, high=2**31 - 1)
+    if not ids.size or ids.shape[2] > MAX_TOP_K:
+        raise HistoryError(f"{where} has shape {ids.shape}, expected a top-k of 1..{MAX_TOP_K}")
     return ids
 
 

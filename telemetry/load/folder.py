@@ -330,12 +330,7 @@ def history(windows: Sequence[Window], *, last: int) -> LoadHistory | None:
     complete = [window for window in windows if window.is_complete][-last:]
     if not complete:
         return None
-    return LoadHistory(
-        np.stack([window.tokens for window in complete]),
-        np.array([window.first_step for window in complete]),
-        np.array([window.last_step for window in complete]),
-        common_phase({window.phase for window in complete}),
-    )
+    return _history_of(complete)
 
 
 def common_phase(phases: set[Phase]) -> Phase:
@@ -387,12 +382,16 @@ def weighted(windows: Apart, decode_weight: float) -> LoadHistory | None:
         num_others = max(1, round(num_decode / ratio))
     pieces = _summed(others, num_others) + _summed(decode, num_decode)
     pieces.sort(key=lambda piece: piece.last_step)
+    return _history_of(pieces, tuple(piece.phase for piece in pieces))
+
+
+def _history_of(windows: Sequence[Window], phases: tuple[Phase, ...] = ()) -> LoadHistory:
     return LoadHistory(
-        np.stack([piece.tokens for piece in pieces]),
-        np.array([piece.first_step for piece in pieces]),
-        np.array([piece.last_step for piece in pieces]),
-        common_phase({piece.phase for piece in pieces}),
-        phases=tuple(piece.phase for piece in pieces),
+        np.stack([window.tokens for window in windows]),
+        np.array([window.first_step for window in windows]),
+        np.array([window.last_step for window in windows]),
+        common_phase({window.phase for window in windows}),
+        phases=phases,
     )
 
 

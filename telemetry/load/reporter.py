@@ -347,11 +347,11 @@ class Reporter:
 
     def _write_batch(self) -> None:
         if self._num_failures >= SUSPICIOUS:
-            batch = self._spool.lease(2)
+            batch = self._spool.lend(2)
             ends = sorted({min(batch), max(batch)}) if batch else []  # new ones are behind old ones
             self._write_singly({position: batch[position] for position in ends})
             return
-        batch = self._spool.lease(BATCH)
+        batch = self._spool.lend(BATCH)
         try:
             if batch:
                 self._append(batch)

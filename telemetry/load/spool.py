@@ -4,7 +4,7 @@ Every sample is written here before the store is tried, and forgotten once the s
 
     new ------------> in memory and on disk ---- stored ----> forgotten
                          |           ^
-      the store failed,  v           | leased, with new ones in the same batch
+      the store failed,  v           | lent, with new  ones in the same batch
       or too many new   on disk only, oldest first
 
 What survives: a death of the process, including ``kill -9``, loses nothing that ``add`` returned
@@ -101,7 +101,7 @@ class Spool:
         self._next = 0
         self._held: dict[int, _Held] = {}  # in memory, not tried yet or without a disk
         self._on_disk: dict[int, RecordPlace] = {}  # only there
-        self._leased: dict[int, _Held] = {}
+        self._lent: dict[int, _Held] = {}
         self._working = ReporterStats()  # as the spool changes; under the lock
         self._is_failing = False  # the disk
         self._folder: SpoolFolder | None = None
@@ -142,24 +142,24 @@ class Spool:
         """Whether samples wait on disk that could not be stored at once."""
         return bool(self._on_disk)
 
-    def lease(self, limit: int) -> dict[int, LoadSample]:
+    def lend(self, limit: int) -> dict[int, LoadSample]:
         """Lend up to ``limit`` of the oldest on disk, and as many new ones, by position.
 
-        New ones do not wait behind a long backlog. One lease at a time, which ends with
+        New ones do not wait behind a long backlog. One loan at a time, which ends with
         ``settle`` and ``give_back``.
         """
         with self._use():
-            assert not self._leased, "one lease at a time"
+            assert not self._lent, "one loan at a time"
             for position in list(islice(self._on_disk, limit)):
-                self._lease_from_disk(position)
+                self._lend_from_disk(position)
             for position in list(islice(self._held, limit)):
-                self._leased[position] = self._held.pop(position)
-            return {position: held.sample for position, held in self._leased.items()}
+                self._lent[position] = self._held.pop(position)
+            return {position: held.sample for position, held in self._lent.items()}
 
     def settle(self, positions: Iterable[int], *, num_new: int) -> None:
         """Forget samples that are stored, ``num_new`` of them for the first time."""
         with self._use():
-            settled = [self._leased.pop(position) for position in positions]
+            settled = [self._lent.pop(position) for position in positions]
             for held in settled:
                 self._release(held.place)
             self._working.stored += len(settled)
@@ -169,23 +169,23 @@ class Spool:
     def refuse(self, position: int, why: EplbError) -> None:
         """Forget a sample that can never be stored."""
         with self._use():
-            self._release(self._leased.pop(position).place)
+            self._release(self._lent.pop(position).place)
             self._note_refusal(str(why))
 
     def give_back(self) -> None:
-        """Return leased samples for another attempt."""
-        if not self._leased:
+        """Return lent samples for another attempt."""
+        if not self._lent:
             return
         with self._use():
             in_memory: dict[int, _Held] = {}
             on_disk: dict[int, RecordPlace] = {}
-            for position, held in self._leased.items():
+            for position, held in self._lent.items():
                 if held.place is None or held.place.segment.is_removed:
                     in_memory[position] = _Held(held.sample, None, is_new=False)
                 else:
                     on_disk[position] = held.place
                     self._working.spooled += held.is_new
-            self._leased = {}
+            self._lent = {}
             self._held = in_memory | self._held
             self._on_disk = dict(sorted((on_disk | self._on_disk).items()))
             self._trim()
@@ -211,7 +211,7 @@ class Spool:
 
     def _count(self) -> ReporterStats:
         counts, folder = self._working, self._folder
-        in_memory = [*self._held.values(), *self._leased.values()]
+        in_memory = [*self._held.values(), *self._lent.values()]
         counts.waiting = len(in_memory) + len(self._on_disk)
         counts.waiting_in_memory = sum(held.place is None for held in in_memory)
         if folder is not None:
@@ -247,7 +247,7 @@ class Spool:
         for position in removed:
             del self._on_disk[position]
         self._working.dropped += len(removed)
-        for held in (*self._held.values(), *self._leased.values()):
+        for held in (*self._held.values(), *self._lent.values()):
             if held.place is not None and held.place.segment.is_removed:
                 held.place = None
 
@@ -262,7 +262,7 @@ class Spool:
                 self._on_disk[position] = held.place
                 self._working.spooled += held.is_new
 
-    def _lease_from_disk(self, position: int) -> None:
+    def _lend_from_disk(self, position: int) -> None:
         place = self._on_disk.pop(position)
         try:
             sample = sample_from_bytes(place.segment.read(place))
@@ -272,7 +272,7 @@ class Spool:
             self._release(place)
             self._note_refusal(why)
             return
-        self._leased[position] = _Held(sample, place, is_new=False)
+        self._lent[position] = _Held(sample, place, is_new=False)
 
     def _release(self, place: RecordPlace | None) -> None:
         if place is None or self._folder is None:

@@ -85,7 +85,7 @@ class Reader(ABC):
         """Return a record, or None."""
 
     @abstractmethod
-    def scan(self, table: Table, part: Range = ALL) -> list[tuple[str, Value]]:
+    def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         """Return (key, record) by order and key; of a table without an order, all by key."""
 
 
@@ -125,13 +125,15 @@ class Change(Reader):
             return self._head.get(str(key))
         return self._reader.get(table, key)
 
-    def scan(self, table: Table, part: Range = ALL) -> list[tuple[str, Value]]:
+    def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         """Return (key, record), as they were before this change."""
-        return self._reader.scan(table, part)
+        return self._reader.scan(table, within)
 
     def put(self, table: Table, key: object, value: Value, order: float | None = None) -> None:
         """Set a record. A key that is a number is its own order, unless one is given."""
-        self.writes[table, str(key)] = Write(value, order_of(table, key, order))
+        if table.is_ordered and order is None:
+            order = float(key)  # type: ignore[arg-type]  # a number
+        self.writes[table, str(key)] = Write(value, order)
 
     def delete(self, table: Table, key: object) -> None:
         """Remove a record, if there is one."""
@@ -186,9 +188,9 @@ class Backend(Reader):
     def make(self, what: str, write: Callable[[Change], None]) -> list[int]:
         """Make writes that rest on nothing that was read; return the ids of their events."""
 
-    @abstractmethod
     def put(self, table: Table, key: object, value: Value) -> None:
         """Set a record by itself; no reader waits for it."""
+        self.make(f"writing of {table.name}", lambda change: change.put(table, key, value))
 
     @abstractmethod
     def prune(self, table: Table, before: float) -> int:
@@ -249,13 +251,6 @@ class Backend(Reader):
     @abstractmethod
     def close(self) -> None:
         """Release files and threads and end every wait; what was acknowledged stays."""
-
-
-def order_of(table: Table, key: object, order: float | None = None) -> float | None:
-    """Return the order of a record: the one given, else its key; None in a table without."""
-    if not table.is_ordered:
-        return None
-    return float(key) if order is None else order  # type: ignore[arg-type]  # a number
 
 
 def in_key_order(records: Iterable[tuple[str, Value]]) -> list[tuple[str, Value]]:

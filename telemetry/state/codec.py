@@ -26,7 +26,7 @@ class _NotOfType(Exception):
 
 
 def to_json(value: object) -> str:
-    """Return JSON text.
+    """Return JSON text, also of a frozen dataclass.
 
     Raises:
         StoreError: a value that JSON cannot hold.
@@ -57,17 +57,8 @@ def as_stored(details: Mapping[str, Any]) -> dict[str, Any]:
     return from_json(to_json(dict(details)), "details")
 
 
-def encode(value: Any) -> str:
-    """Return a frozen dataclass as JSON text.
-
-    Raises:
-        StoreError: a value that JSON cannot hold.
-    """
-    return to_json(value)
-
-
 def decode(cls: type[T], text: Text, what: str) -> T:
-    """Make a dataclass of what ``encode`` gave; ``what`` names the record in errors.
+    """Make a dataclass of what ``to_json`` gave; ``what`` names the record in errors.
 
     Raises:
         StoreError: the text is not JSON, or a field is missing, unknown or not of its type.

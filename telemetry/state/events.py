@@ -12,7 +12,7 @@ filled in would pass for what was stored.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -20,12 +20,12 @@ from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.migration.build import Migration
 from telemetry.state.backend import Change, JournalLine, Range, Table, text_of
-from telemetry.state.codec import decode, encode, from_json, from_record, to_json
-from telemetry.state.part import Part
+from telemetry.state.codec import from_json, from_record, to_json
+from telemetry.state.part import Part, Records
 from telemetry.state.runs import Details
 
-Outcome = Literal["committed", "aborted", "rejected"]
-EVENT_OF_OUTCOME: dict[Outcome, str] = {
+PlanOutcome = Literal["committed", "aborted", "rejected"]
+EVENT_OF_OUTCOME: dict[PlanOutcome, str] = {
     "committed": "commit",
     "aborted": "abort",
     "rejected": "reject",
@@ -42,7 +42,6 @@ REGROUPED = "regrouped"  # kind: ranks joined or left as planned
 # Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
-OUTAGES = Table("outages", is_ordered=True)  # outages by the time of their end
 KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in
 RANKS_IN_WORDS = re.compile(r"\branks?:? (\d[\d,\- and]*)")  # "rank 3", "ranks: 0-7, 12"
 AUDIT_LINES = Table("audit_lines", is_ordered=True)  # number -> line
@@ -116,6 +115,10 @@ class Outage:
         return self.start < other.end and other.start < self.end
 
 
+# By the time of their start, in the order of their ends.
+OUTAGES = Records(Outage, Table("outages", is_ordered=True), "the outage at")
+
+
 class EventPart(Part):
     """The journal of a deployment."""
 
@@ -129,13 +132,13 @@ class EventPart(Part):
         """Record an outage, unless it is on record: several services may find it at once."""
 
         def decision(change: Change) -> None:
-            later = change.scan(OUTAGES, Range(after=outage.start))
-            if not any(decode(Outage, one, "an outage").overlaps(outage) for _, one in later):
-                change.put(OUTAGES, repr(outage.start), encode(outage), order=outage.end)
+            later = OUTAGES.scan(change, Range(after=outage.start))
+            if not any(known.overlaps(outage) for known in later):
+                OUTAGES.put(change, repr(outage.start), outage, order=outage.end)
                 note(change, OUTAGE, outage)
 
         self.backend.decide("an outage that ended", decision)
-        self.backend.prune(OUTAGES, outage.end - KEPT_OUTAGES_S)
+        self.backend.prune(OUTAGES.table, outage.end - KEPT_OUTAGES_S)
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
         """Return events past the id ``after``, oldest first."""
@@ -195,15 +198,6 @@ def read_event(event: Event, cls: type[T]) -> T:
     return from_record(cls, event.detail, f"event {event.id} of kind {event.kind!r}")
 
 
-def plan_offer(event: Event) -> PlanOffer | None:
-    """Return which migration an event published; None for another event.
-
-    Raises:
-        StoreError: as ``read_event``.
-    """
-    return read_event(event, PlanOffer) if event.kind == "publish" else None
-
-
 def plan_end(event: Event) -> PlanEnd | None:
     """Return how a plan has ended; None for another event, and for what is not from a plan.
 
@@ -216,22 +210,14 @@ def plan_end(event: Event) -> PlanEnd | None:
     return end if end.plan_id > 0 else None
 
 
-def outage_of(event: Event) -> Outage | None:
-    """Return which outage has ended; None for another event.
-
-    Raises:
-        StoreError: as ``read_event``.
-    """
-    return read_event(event, Outage) if event.kind == OUTAGE else None
+def _reader_of(kind: str, cls: type[T]) -> Callable[[Event], T | None]:
+    """Return what reads the events of a kind as ``read_event``, and gives None for any other."""
+    return lambda event: read_event(event, cls) if event.kind == kind else None
 
 
-def pace_change(event: Event) -> PaceChange | None:
-    """Return how a migration's pace was judged; None for another event.
-
-    Raises:
-        StoreError: as ``read_event``.
-    """
-    return read_event(event, PaceChange) if event.kind == JUDGED_PACE else None
+plan_offer = _reader_of("publish", PlanOffer)
+outage_of = _reader_of(OUTAGE, Outage)
+pace_change = _reader_of(JUDGED_PACE, PaceChange)
 
 
 def _event_of(line: JournalLine) -> Event:

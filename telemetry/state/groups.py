@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from telemetry.state.backend import HEAD, Change, Table, Value, text_of
-from telemetry.state.codec import decode, encode
-from telemetry.state.part import Part, epoch_in, head
+from telemetry.state.backend import Change, Table
+from telemetry.state.part import Part, Records, Single, epoch_in
 
-PROPOSED = "proposed_group"
-JOINERS = Table("joiners")  # rank -> its offer
 OFFER_AGE_S = 8.0  # a rank that waits repeats its offer earlier; an older one is of a dead process
 
 
@@ -51,6 +48,10 @@ class GroupProposal:
         return self.joiners.get(str(rank)) == process
 
 
+JOINERS = Records(Joiner, Table("joiners"), "the offer to join of rank")  # by rank
+PROPOSED = Single(GroupProposal, "proposed_group", "the proposal of a group")
+
+
 class GroupPart(Part):
     """Offers to join, and the proposal of the next group."""
 
@@ -58,25 +59,25 @@ class GroupPart(Part):
         """Record that a rank is ready to be admitted, in place of its last offer."""
 
         def decision(change: Change) -> None:
-            known = change.get(JOINERS, joiner.rank)
-            change.put(JOINERS, joiner.rank, encode(replace(joiner, time=change.time)))
-            if known is None or _joiner_of(known).process != joiner.process:
+            known = JOINERS.get(change, joiner.rank)
+            JOINERS.put(change, joiner.rank, replace(joiner, time=change.time))
+            if known is None or known.process != joiner.process:
                 change.wake()  # members wait for it; a repeated offer wakes nobody
 
         self.backend.decide(f"offer of rank {joiner.rank}", decision)
 
     def joiners(self) -> list[Joiner]:
         """Return the offers that stand, by rank."""
-        now, offers = self.backend.now(), self.backend.scan(JOINERS)
-        return [one for _, text in offers if now - (one := _joiner_of(text)).time <= OFFER_AGE_S]
+        now, offers = self.backend.now(), JOINERS.scan(self.backend)
+        return [joiner for joiner in offers if now - joiner.time <= OFFER_AGE_S]
 
     def withdraw_offer(self, joiner: Joiner) -> None:
         """Remove the offer of a process, unless another process has replaced it."""
 
         def decision(change: Change) -> None:
-            known = change.get(JOINERS, joiner.rank)
-            if known is not None and _joiner_of(known).process == joiner.process:
-                change.delete(JOINERS, joiner.rank)
+            known = JOINERS.get(change, joiner.rank)
+            if known is not None and known.process == joiner.process:
+                change.delete(JOINERS.table, joiner.rank)
 
         self.backend.decide(f"end of the offer of rank {joiner.rank}", decision)
 
@@ -88,7 +89,7 @@ class GroupPart(Part):
                 return None
             number = change.next("proposed_group")
             made = replace(proposal, id=number, time=change.time)
-            change.put(HEAD, PROPOSED, encode(made))
+            PROPOSED.put(change, made)
             change.wake()
             return made
 
@@ -96,8 +97,4 @@ class GroupPart(Part):
 
     def proposed_group(self) -> GroupProposal | None:
         """Return the latest proposal, or None: the latest one serves, or there was none."""
-        return head(self.backend, GroupProposal, PROPOSED, "the proposal of a group")
-
-
-def _joiner_of(text: Value) -> Joiner:
-    return decode(Joiner, text_of(text), "the offer of a rank to join")
+        return PROPOSED.get(self.backend)

@@ -113,7 +113,7 @@ def check_alone(store: StateStore, mine: Announcement) -> None:
     other = store.announce(mine)
     deadline, polled = time.monotonic() + WATCHED_S, Event()
     while other is not None and _runs_elsewhere(other, store.backend.now()):
-        if any(one.process == other.process for one in store.announced()):
+        if any(seen.process == other.process for seen in store.announced()):
             raise ConfigError(
                 f"{claimed(other)}, and this is {shown(mine.process)}, expected one machine with "
                 "the address of a host (topology.hosts)"
@@ -125,8 +125,9 @@ def check_alone(store: StateStore, mine: Announcement) -> None:
 
 def claims_elsewhere(store: StateStore, host: int) -> list[str]:
     """Say which processes of a host run on another machine than this one."""
-    now, found = store.backend.now(), [one for one in store.announced() if one.name == str(host)]
-    return [claimed(one) for one in found if _runs_elsewhere(one, now)]
+    now = store.backend.now()
+    of_host = (seen for seen in store.announced() if seen.name == str(host))
+    return [claimed(seen) for seen in of_host if _runs_elsewhere(seen, now)]
 
 
 def claimed(other: Announcement) -> str:
@@ -134,10 +135,10 @@ def claimed(other: Announcement) -> str:
     return f"{NAMES[other.component]} of host {other.name} is {shown(other.process)}"
 
 
-def _runs_elsewhere(one: Announcement, now: float) -> bool:
+def _runs_elsewhere(seen: Announcement, now: float) -> bool:
     """Whether a process of another machine has announced itself lately."""
-    is_silent = now - one.time > MISSED_BEATS * HEARTBEAT_S
-    return bool(one.process) and not (is_silent or is_here(one.process))
+    is_silent = now - seen.time > MISSED_BEATS * HEARTBEAT_S
+    return bool(seen.process) and not (is_silent or is_here(seen.process))
 
 
 def serving(store: StateStore, now: float) -> list[Present]:
@@ -226,20 +227,20 @@ def heartbeats(store: StateStore, now: float) -> list[Announcement]:
     topology expects them.
     """
     expected: list[Announcement] = []
-    for seen in sorted(store.announced(), key=lambda one: one.since):
+    for seen in sorted(store.announced(), key=lambda seen: seen.since):
         if not seen.every_s:
             continue
         if (host := host_of(seen.name)) is not None:
             if now - seen.time > FORGOTTEN_S:
                 continue
-            alike = (
-                one
-                for one in expected
-                if (one.component, host_of(one.name)) == (seen.component, host)
-            )
-            silent = [one for one in alike if one.time < seen.since]
+            silent = [
+                earlier
+                for earlier in expected
+                if (earlier.component, host_of(earlier.name)) == (seen.component, host)
+                and earlier.time < seen.since
+            ]
             if silent:
-                expected.remove(max(silent, key=lambda one: one.time))
+                expected.remove(max(silent, key=lambda earlier: earlier.time))
         expected.append(seen)
     return expected
 

@@ -13,14 +13,13 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Literal
+from typing import Literal, get_args
 
 from eplb.clock import Clock
 from eplb.errors import ConfigError, FencedOut
-from telemetry.state.backend import HEAD, Change, Reader
-from telemetry.state.codec import encode
+from telemetry.state.backend import Change, Reader
 from telemetry.state.holder import is_dead
-from telemetry.state.part import Part, head
+from telemetry.state.part import Part, Single
 
 LeaseOf = Literal["controller", "deployment"]
 _MAX_SECONDS = 2**32 - 1  # a token fits into 63 bits
@@ -42,6 +41,11 @@ class Lease:
     since: float  # when this holder took it, by the store's clock
     renewals: int  # grows with each change
     of: LeaseOf = "controller"
+
+
+LEASES: dict[LeaseOf, Single[Lease]] = {  # the latest that was given out
+    of: Single(Lease, f"lease_of_{of}", f"the lease of the {of}") for of in get_args(LeaseOf)
+}
 
 
 class LeaseWatch:
@@ -85,7 +89,7 @@ class LeasePart(Part):
             )
 
         def decision(change: Change) -> Lease | None:
-            now, latest = change.time, latest_lease_in(change, of)
+            now, latest = change.time, LEASES[of].get(change)
             if latest is not None and latest.holder == holder:
                 lease = replace(
                     latest, expires=now + ttl_s, ttl_s=ttl_s, renewals=latest.renewals + 1
@@ -97,7 +101,7 @@ class LeasePart(Part):
                 lease = Lease(holder, token, now + ttl_s, ttl_s, now, renewals, of)
             else:
                 return None
-            change.put(HEAD, _key(of), encode(lease))
+            LEASES[of].put(change, lease)
             return lease
 
         lease = self.backend.decide(f"lease for {holder!r}", decision)
@@ -109,13 +113,13 @@ class LeasePart(Part):
         """Release the lease; False if it has expired, was released or has another holder."""
 
         def decision(change: Change) -> bool:
-            latest = latest_lease_in(change, lease.of)
+            latest = LEASES[lease.of].get(change)
             if latest is None or (latest.holder, latest.token) != (lease.holder, lease.token):
                 return False
             if self._watch.is_over(latest):
                 return False
             ended = replace(latest, expires=change.time, ttl_s=0.0, renewals=latest.renewals + 1)
-            change.put(HEAD, _key(lease.of), encode(ended))
+            LEASES[lease.of].put(change, ended)
             return True
 
         return self.backend.decide(f"end of the lease of {lease.holder!r}", decision)
@@ -127,23 +131,18 @@ class LeasePart(Part):
 
     def latest_lease(self, of: LeaseOf = "controller") -> Lease | None:
         """Return the lease that was given out last, also where it is over; None before any."""
-        return latest_lease_in(self.backend, of)
+        return LEASES[of].get(self.backend)
 
 
 def first_token(now: float) -> int:
     """Return the first fencing token of a store that has no earlier one.
 
-    A new store, and one that lost its contents: seconds since the epoch above 31 random bits, so no
-    token of before comes again. While the clock is right the seconds differ. If the clock is lost
-    too, and shows a second in which a token was drawn before, the random bits differ: two draws
-    meet with a chance of 1 in 2^31, and tokens that takeovers counted up from one, by as many more.
+    Such a store is new, or has lost its contents. Seconds since the epoch stand above 31 random
+    bits, so that no earlier token is repeated: while the clock is right the seconds differ. Where
+    the clock shows a second of an earlier draw again, two tokens are equal with a chance of 1 in
+    2^31; each takeover since that draw, which adds one to the token, adds as much.
     """
     return min(max(int(now), 0), _MAX_SECONDS) << 31 | max(1, secrets.randbits(31))
-
-
-def latest_lease_in(reader: Reader, of: LeaseOf) -> Lease | None:
-    """Return the lease that was given out last."""
-    return head(reader, Lease, _key(of), f"the lease of the {of}")
 
 
 def check_fence(reader: Reader, fence: int | None) -> None:
@@ -157,7 +156,7 @@ def check_fence(reader: Reader, fence: int | None) -> None:
     """
     if fence is None:
         return
-    latest = latest_lease_in(reader, "controller")
+    latest = LEASES["controller"].get(reader)
     if latest is not None and latest.token == fence:
         return
     newest = f"{latest.token}, of {latest.holder!r}," if latest else "none"
@@ -165,10 +164,6 @@ def check_fence(reader: Reader, fence: int | None) -> None:
         f"a controller writes with fencing token {fence}, found {newest} as the newest given out: "
         "expected it to stop acting"
     )
-
-
-def _key(of: LeaseOf) -> str:
-    return f"lease_of_{of}"
 
 
 def _counter(of: LeaseOf) -> str:

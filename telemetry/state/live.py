@@ -20,10 +20,9 @@ from typing import Annotated, Any, TypeVar
 
 from eplb.declared import Setting
 from eplb.errors import ConfigError, StaleRevision, StoreError
-from telemetry.state.backend import HEAD, Change, Reader
-from telemetry.state.codec import encode
+from telemetry.state.backend import Change, Reader
 from telemetry.state.events import note
-from telemetry.state.part import LIVE, Part, head
+from telemetry.state.part import Part, Single
 
 Value = bool | int | float | str
 T = TypeVar("T")
@@ -89,6 +88,9 @@ class LiveState:
     def text(self, name: str) -> str:
         """What applies of a setting that is text; "" where no layer has it."""
         return str(self.effective.get(name, ""))
+
+
+LIVE = Single(LiveState, "live", "the record of live settings")
 
 
 class LivePart(Part):
@@ -192,7 +194,7 @@ def put_live(change: Change, state: LiveState) -> LiveState:
     """Write the live settings; a store that may have lost revisions raises theirs."""
     revision = max(state.revision, change.last("live") + 1)
     state = replace(state, revision=change.give_out("live", revision))
-    change.put(HEAD, LIVE, encode(state))
+    LIVE.put(change, state)
     return state
 
 
@@ -202,7 +204,7 @@ def _without(values: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
 
 def live_in(reader: Reader) -> LiveState:
     """Return the live settings, also in the middle of a change."""
-    return head(reader, LiveState, LIVE, "the record of live settings") or LiveState()
+    return LIVE.get(reader) or LiveState()
 
 
 def write_live(

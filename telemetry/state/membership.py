@@ -22,15 +22,13 @@ from typing import Annotated, Any, Literal
 from eplb.declared import Meaning
 from eplb.errors import EplbError, StaleGeneration, StaleRevision
 from eplb.migration.membership import unwanted
-from telemetry.state.backend import HEAD, Change, Reader, Table
-from telemetry.state.codec import as_stored, decode, encode, to_json
-from telemetry.state.part import Part, epoch_in, head
+from telemetry.state.backend import HEAD, Change, Table
+from telemetry.state.codec import as_stored, to_json
+from telemetry.state.part import Part, Records, Single, epoch_in
 
 Ended = Literal["", "done", "failed", "cancelled"]
 
 MEMBERS = "members"  # kind of event: which ranks should serve, and how that operation ended
-CHANGE = "membership_change"  # the latest, in HEAD
-CHANGES = Table("membership_changes", is_ordered=True)  # by id, in the order of their times
 KEPT_CHANGES_S = 30 * 86_400.0  # for which a repeated id is known
 
 
@@ -68,12 +66,19 @@ class MembershipChange:
         return self.wanted if self.ended in ("", "done") else self.before
 
 
+_WHAT = "the record of membership operation"
+CHANGES = Records(  # by id, in the order of their times
+    MembershipChange, Table("membership_changes", is_ordered=True), _WHAT
+)
+LATEST_CHANGE = Single(MembershipChange, "membership_change", _WHAT)
+
+
 class MembershipPart(Part):
     """Which ranks should serve."""
 
     def membership_change(self) -> MembershipChange | None:
         """Return the latest operation; None: all ranks of the topology should serve."""
-        return change_in(self.backend)
+        return LATEST_CHANGE.get(self.backend)
 
     def wanted_ranks(self) -> tuple[int, ...] | None:
         """Return the ranks that should serve; None: all ranks of the topology."""
@@ -82,8 +87,7 @@ class MembershipPart(Part):
 
     def change_of_id(self, change_id: str) -> MembershipChange | None:
         """Return an operation of the last 30 days, or None."""
-        text = self.backend.get(CHANGES, change_id)
-        return None if text is None else _change_of(text)
+        return CHANGES.get(self.backend, change_id)
 
     def epoch(self) -> int:
         """Return the number of the latest group; 0 before the first."""
@@ -122,15 +126,14 @@ class MembershipPart(Part):
         asked = as_stored({"asked": asked})["asked"]
 
         def decision(change: Change) -> MembershipChange:
-            if (text := change.get(CHANGES, change_id)) is not None:
-                known = _change_of(text)
+            if (known := CHANGES.get(change, change_id)) is not None:
                 if known.asked != asked:
                     raise MembershipRefused(
                         f"operation {change_id!r} asked for {to_json(known.asked)}, found "
                         f"{to_json(asked)}, expected the same again or another id"
                     )
                 return known
-            epoch, latest = epoch_in(change), change_in(change)
+            epoch, latest = epoch_in(change), LATEST_CHANGE.get(change)
             if expected is not None and expected != epoch:
                 raise StaleRevision(
                     f"membership is to be changed at epoch {expected}, found epoch {epoch}: read "
@@ -153,7 +156,7 @@ class MembershipPart(Part):
             return made
 
         made = self.backend.decide(f"membership operation {change_id!r}", decision)
-        self.backend.prune(CHANGES, self.backend.now() - KEPT_CHANGES_S)
+        self.backend.prune(CHANGES.table, self.backend.now() - KEPT_CHANGES_S)
         return made
 
     def end_membership_change(self, change_id: str, ended: Ended, *, why: str) -> bool:
@@ -161,18 +164,13 @@ class MembershipPart(Part):
         assert ended, "an end is named"
 
         def decision(change: Change) -> bool:
-            latest = change_in(change)
+            latest = LATEST_CHANGE.get(change)
             if latest is None or latest.id != change_id or latest.ended:
                 return False
             _end(change, latest, ended, why)
             return True
 
         return self.backend.decide(f"end of membership operation {change_id!r}", decision)
-
-
-def change_in(reader: Reader) -> MembershipChange | None:
-    """Return the latest operation, also in the middle of a change."""
-    return head(reader, MembershipChange, CHANGE, "the record of a membership operation")
 
 
 def note_run(change: Change, alive: Sequence[bool], before: int) -> None:
@@ -186,13 +184,13 @@ def note_run(change: Change, alive: Sequence[bool], before: int) -> None:
         alive: [R] which ranks serve in it.
         before: ranks of the topology of the run before.
     """
-    latest = change_in(change)
+    latest = LATEST_CHANGE.get(change)
     if latest is None:
         return
     if before != len(alive):
         if not latest.ended:
             _end(change, latest, "cancelled", f"{len(alive)} ranks start in place of {before}")
-        change.delete(HEAD, CHANGE)
+        change.delete(HEAD, LATEST_CHANGE.key)
     elif not latest.ended and latest.wanted == _serving(alive):
         _end(change, latest, "done", "the wanted ranks serve")
 
@@ -208,7 +206,7 @@ def check_wanted(change: Change, alive: Sequence[bool], following: Collection[in
     Raises:
         StaleGeneration: a rank would join, or leave, although it should not.
     """
-    if (latest := change_in(change)) is None:
+    if (latest := LATEST_CHANGE.get(change)) is None:
         return
     wanted, members = latest.should_serve, _serving(alive)
     if ranks := unwanted(wanted, members, following):
@@ -224,8 +222,8 @@ def _end(change: Change, latest: MembershipChange, ended: Ended, why: str) -> No
 
 def put_change(change: Change, made: MembershipChange) -> None:
     """Write an operation with its event, which is about the ranks that join or leave."""
-    change.put(CHANGES, made.id, encode(made), order=made.time)
-    change.put(HEAD, CHANGE, encode(made))
+    CHANGES.put(change, made.id, made, order=made.time)
+    LATEST_CHANGE.put(change, made)
     ranks = sorted({*made.wanted} ^ {*made.before})
     told = {"id": made.id, "state": made.ended or "open", "wanted": made.wanted, "ranks": ranks}
     change.append(MEMBERS, to_json(told | {"reason": made.why or made.reason, "actor": made.by}))
@@ -233,7 +231,3 @@ def put_change(change: Change, made: MembershipChange) -> None:
 
 def _serving(alive: Sequence[bool]) -> tuple[int, ...]:
     return tuple(rank for rank, is_in in enumerate(alive) if is_in)
-
-
-def _change_of(text: str | bytes) -> MembershipChange:
-    return decode(MembershipChange, text, "the record of a membership operation")

@@ -1,23 +1,25 @@
-"""What the parts of the state store have in common: the back end, and records in its HEAD."""
+"""What the parts of the state store have in common: a back end, and records of one type in it.
+
+Records   a table of them, by key
+Single    one of them, in HEAD
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from eplb.migration.recovery import Recovery
-from telemetry.state.backend import HEAD, Backend, Reader, Value, text_of
-from telemetry.state.codec import decode
+from telemetry.state.backend import ALL, HEAD, Backend, Change, Range, Reader, Table, Value, text_of
+from telemetry.state.codec import decode, to_json
 
 T = TypeVar("T")
 
 COMMITTED = "committed"  # generation and hash of the placement that serves
 OPEN_PLAN = "open_plan"  # plan id and digest of the open migration; "": none is open
 NEWEST_PLAN = "newest_plan"  # id of the plan that was published last
-RECOVERY = "recovery"
 STARTED = "started"  # number of the group of all ranks that started last
-LIVE = "live"
-CANDIDATES = "candidates"
 
 
 class Part:
@@ -30,14 +32,58 @@ class Part:
 decode_again = lru_cache(maxsize=64)(decode)
 
 
-def head(reader: Reader, cls: type[T], key: str, what: str) -> T | None:
-    """Return a record of HEAD, or None.
+@dataclass(frozen=True)
+class Records(Generic[T]):
+    """A table of frozen dataclasses of one type. What reads one raises StoreError if it cannot."""
 
-    Raises:
-        StoreError: it cannot be read.
-    """
-    text = reader.get(HEAD, key)
-    return decode_again(cls, text, what) if text else None  # type: ignore[arg-type]
+    cls: type[T]
+    table: Table
+    what: str  # names a record in errors, before its key
+
+    def of(self, *names: object) -> Records[T]:
+        """Return one table among many of this name."""
+        return replace(self, table=self.table.of(*names))
+
+    def get(self, reader: Reader, key: object) -> T | None:
+        """Return a record, or None."""
+        text = reader.get(self.table, key)
+        return None if text is None else self._decoded(key, text)
+
+    def scan(self, reader: Reader, within: Range = ALL) -> list[T]:
+        """Return records by order and key."""
+        return [self._decoded(key, text) for key, text in reader.scan(self.table, within)]
+
+    def put(self, change: Change, key: object, record: T, order: float | None = None) -> None:
+        """Set a record."""
+        change.put(self.table, key, to_json(record), order)
+
+    def _decoded(self, key: object, text: Value) -> T:
+        return decode(self.cls, text, f"{self.what} {key}")
+
+
+@dataclass(frozen=True)
+class Single(Generic[T]):
+    """A frozen dataclass in HEAD. What reads it raises StoreError if it cannot."""
+
+    cls: type[T]
+    key: str
+    what: str  # names it in errors
+
+    def get(self, reader: Reader) -> T | None:
+        """Return it, or None."""
+        text = reader.get(HEAD, self.key)
+        return decode_again(self.cls, text, self.what) if text else None  # type: ignore[arg-type]
+
+    def put(self, change: Change, record: T) -> None:
+        """Set it."""
+        change.put(HEAD, self.key, to_json(record))
+
+    def clear(self, change: Change) -> None:
+        """Set that there is none."""
+        change.put(HEAD, self.key, "")
+
+
+RECOVERY = Single(Recovery, "recovery", "the record of a recovery")
 
 
 def committed_in(reader: Reader) -> tuple[int, str] | None:
@@ -52,7 +98,7 @@ def open_plan_in(reader: Reader) -> tuple[int, str] | None:
 
 def epoch_in(reader: Reader) -> int:
     """Return the number of the group that started or was recorded last; 0 before the first."""
-    latest = head(reader, Recovery, RECOVERY, "the record of a recovery")
+    latest = RECOVERY.get(reader)
     started = int(text_of(reader.get(HEAD, STARTED) or "0"))
     return started if latest is None else max(latest.membership, started)
 

@@ -25,27 +25,27 @@ from eplb.migration.serialisation import (
     placement_to_bytes,
 )
 from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
-from telemetry.state.codec import decode, encode, pack, unpack
-from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, Outcome, PlanEnd, PlanOffer, note
+from telemetry.state.codec import pack, unpack
+from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, PlanEnd, PlanOffer, PlanOutcome, note
 from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
 from telemetry.state.live import Value as LiveValue
 from telemetry.state.membership import MembershipChange, check_wanted, put_change
 from telemetry.state.part import (
-    CANDIDATES,
     COMMITTED,
     NEWEST_PLAN,
     OPEN_PLAN,
     RECOVERY,
     Part,
+    Records,
+    Single,
     committed_in,
     epoch_in,
-    head,
     open_plan_in,
 )
 from telemetry.state.proposals import Approval, approve
-from telemetry.state.runs import RunInfo, add_run, alive_in, begin, current_run_in
+from telemetry.state.runs import RunInfo, add_run, alive_in, begin, latest_run_in
 
 KEPT_PLACEMENTS = 1000  # latest placements that are never removed
 _PRUNED_EVERY = 100  # generations
@@ -54,7 +54,9 @@ _MAX_READS = 8  # attempts to read a migration that changes meanwhile
 
 PLACEMENTS = Table("placements", is_ordered=True)  # generation -> placement
 MIGRATION = Table("migration")  # plan id -> the open migration
-SURVIVOR_REPORTS = Table("survivor_reports")  # rank -> report, for each run and membership
+# By rank, for each run and membership.
+SURVIVOR_REPORTS = Records(SurvivorReport, Table("survivor_reports"), "survivor report")
+CANDIDATES = Single(Candidates, "candidates", "the candidates")
 MEETINGS = Table("meetings")  # key of torch's rendezvous -> value, for each membership
 
 
@@ -114,7 +116,7 @@ class PlacementPart(Part):
         expected: int | None,
         plan_id: int = 0,
         reason: str,
-        outcome: Outcome = "committed",
+        outcome: PlanOutcome = "committed",
         membership: int | None = None,
         run: RunInfo | None = None,
         dropped: Callable[[LiveState], Mapping[str, LiveValue | None]] = lambda _: {},
@@ -150,8 +152,8 @@ class PlacementPart(Part):
             _put_committed(change, placement, plan_id, reason)
             if next_group is not None:
                 check_wanted(change, alive_in(change), next_group.survivors)
-                change.put(HEAD, RECOVERY, encode(next_group))
-                change.put(HEAD, PROPOSED, "")  # it serves
+                RECOVERY.put(change, next_group)
+                PROPOSED.clear(change)  # it serves
             open_plan = open_plan_in(change)
             if open_plan is not None:
                 is_this = open_plan[0] == plan_id
@@ -248,7 +250,7 @@ class PlacementPart(Part):
         )
 
     def withdraw(
-        self, plan_id: int, *, outcome: Outcome, reason: str, fence: int | None = None
+        self, plan_id: int, *, outcome: PlanOutcome, reason: str, fence: int | None = None
     ) -> bool:
         """Close an open migration of which nothing was applied; False when it was not open.
 
@@ -271,20 +273,18 @@ class PlacementPart(Part):
 
     def add_survivor_report(self, report: SurvivorReport) -> None:
         """Write a survivor report, which replaces an earlier one of the same run and membership."""
-        table, text = SURVIVOR_REPORTS.of(report.run, report.membership), encode(report)
 
         def write(change: Change) -> None:
-            change.put(table, report.rank, text)
+            SURVIVOR_REPORTS.of(report.run, report.membership).put(change, report.rank, report)
             change.wake()
 
         self.backend.make(f"survivor report of rank {report.rank}", write)
 
     def survivor_reports(self, run: str, membership: int) -> list[SurvivorReport]:
         """Return what survivors of a group wrote, by rank."""
-        records = self.backend.scan(SURVIVOR_REPORTS.of(run, membership))
-        return [decode(SurvivorReport, text, f"survivor report {rank}") for rank, text in records]
+        return SURVIVOR_REPORTS.of(run, membership).scan(self.backend)
 
-    def recover(self, record: Recovery, *, expected_membership: int) -> Recovery | None:
+    def recover(self, recovery: Recovery, *, expected_membership: int) -> Recovery | None:
         """Write the record that follows the group ``expected_membership``, unless there is one.
 
         If the record applies no transaction of the open migration, that migration is aborted with
@@ -297,37 +297,37 @@ class PlacementPart(Part):
         Raises:
             StaleGeneration: another run recovered, or this group's successor has broken too.
         """
-        if record.membership <= expected_membership:
+        if recovery.membership <= expected_membership:
             raise StoreError(
-                f"the record of membership {record.membership} cannot follow membership "
+                f"the record of membership {recovery.membership} cannot follow membership "
                 f"{expected_membership}, expected a greater one"
             )
 
         def decision(change: Change) -> Recovery | None:
-            latest, serving = _recovery_in(change), committed_in(change)
+            latest, serving = RECOVERY.get(change), committed_in(change)
             if (epoch := epoch_in(change)) > expected_membership:
                 written = None if latest is None else (latest.membership, latest.run)
-                if written == (record.membership, record.run) == (epoch, record.run):
+                if written == (recovery.membership, recovery.run) == (epoch, recovery.run):
                     return latest
                 raise StaleGeneration(
-                    f"membership {record.membership} of run {record.run!r} follows membership "
+                    f"membership {recovery.membership} of run {recovery.run!r} follows membership "
                     f"{expected_membership}, found a group of membership {epoch} recorded or "
                     "started since"
                 )
-            if serving is not None and serving[0] > record.generation:
+            if serving is not None and serving[0] > recovery.generation:
                 return None
-            change.put(HEAD, RECOVERY, encode(record))
-            note(change, "recovery", record)
+            RECOVERY.put(change, recovery)
+            note(change, "recovery", recovery)
             open_plan = open_plan_in(change)
-            if open_plan is not None and (record.plan_id, record.applied) == (open_plan[0], 0):
-                _drop(change, open_plan[0], "aborted", record.reason)
-            return record
+            if open_plan is not None and (recovery.plan_id, recovery.applied) == (open_plan[0], 0):
+                _drop(change, open_plan[0], "aborted", recovery.reason)
+            return recovery
 
-        return self.backend.decide(f"recovery to membership {record.membership}", decision)
+        return self.backend.decide(f"recovery to membership {recovery.membership}", decision)
 
     def recovery(self) -> Recovery | None:
         """Return the latest record, or None before the first death."""
-        return head(self.backend, Recovery, RECOVERY, "the record of a recovery")
+        return RECOVERY.get(self.backend)
 
     def note_restart(self, run: str, lost: Sequence[int], reason: str) -> None:
         """Record why the survivors of a death cannot serve on; the first that writes it counts.
@@ -381,8 +381,8 @@ class PlacementPart(Part):
         """
 
         def decision(change: Change) -> bool:
-            current, committed = current_run_in(change), committed_in(change)
-            if current not in (None, run.run):
+            current, committed = latest_run_in(change), committed_in(change)
+            if current is not None and current.run != run.run:
                 return False
             if committed is not None and (current or committed[0] > placement.generation):
                 return False
@@ -411,17 +411,16 @@ class PlacementPart(Part):
 
     def candidates(self) -> Candidates:
         """Return what hosts may need next, as the controller sees it; at first nothing."""
-        return head(self.backend, Candidates, CANDIDATES, "the candidates") or Candidates()
+        return CANDIDATES.get(self.backend) or Candidates()
 
     def suggest(self, candidates: Candidates) -> None:
         """Set the records that hosts may need next; the latest call counts.
 
         It is no event: it changes often, and only reading ahead depends on it.
         """
-        text = encode(candidates)
 
         def write(change: Change) -> None:
-            change.put(HEAD, CANDIDATES, text)
+            CANDIDATES.put(change, candidates)
             change.wake()
 
         self.backend.make("candidates", write)
@@ -484,10 +483,6 @@ def _placement_of(record: Value) -> CommittedPlacement:
     return CommittedPlacement(placement_from_bytes(packed), **meta)
 
 
-def _recovery_in(change: Change) -> Recovery | None:
-    return head(change, Recovery, RECOVERY, "the record of a recovery")
-
-
 def _name_of(plan_id: int | str, packed: Value | None) -> str:
     """Plan id and digest of a packed migration, which begins with it."""
     assert packed is None or isinstance(packed, bytes), "migrations are packed"
@@ -499,7 +494,7 @@ def _close(change: Change, plan_id: int) -> None:
     change.delete(MIGRATION, plan_id)
 
 
-def _drop(change: Change, plan_id: int, outcome: Outcome, reason: str) -> None:
+def _drop(change: Change, plan_id: int, outcome: PlanOutcome, reason: str) -> None:
     _close(change, plan_id)
     serving = committed_in(change)
     end = PlanEnd(None if serving is None else serving[0], plan_id, reason)

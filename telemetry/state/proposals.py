@@ -19,17 +19,16 @@ from eplb.declared import Meaning
 from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import placement_from_bytes, placement_to_bytes
 from telemetry.state.backend import Change, Reader, Table
-from telemetry.state.codec import decode, encode, pack, unpack
+from telemetry.state.codec import pack, unpack
 from telemetry.state.events import note
 from telemetry.state.lease import check_fence
-from telemetry.state.part import Part, committed_in
+from telemetry.state.part import Part, Records, committed_in
 
 ProposalState = Literal["open", "approved", "rejected", "expired"]
 
 KEPT_PROPOSALS = 50  # the oldest are removed, those that ended first
 LASTS_S = 900.0  # default time to approve: the load behind the plan grows old
 
-PROPOSALS = Table("proposals")  # id -> proposal
 CONTENTS = Table("proposal_contents")  # id of the proposal -> its target and explanation
 
 
@@ -85,6 +84,9 @@ class Approval:
     reason: str
 
 
+PROPOSALS = Records(Proposal, Table("proposals"), "proposal")  # by id
+
+
 class ProposalPart(Part):
     """Plans that wait for an approval."""
 
@@ -105,7 +107,7 @@ class ProposalPart(Part):
                 raise StaleGeneration(f"a new proposal cannot be stored: {moved}")
             kept = sorted(_all(change, change.time), key=lambda p: (p.state == "open", p.id))
             for old in kept[: max(0, len(kept) + 1 - KEPT_PROPOSALS)]:
-                change.delete(PROPOSALS, old.id)
+                change.delete(PROPOSALS.table, old.id)
                 change.delete(CONTENTS, old.id)
             proposal_id = change.next("plan_id")
             added = replace(proposal, id=proposal_id)
@@ -191,16 +193,15 @@ def base_moved(proposal: Proposal, committed: tuple[int, str] | None) -> str:
 
 
 def _all(reader: Reader, now: float) -> list[Proposal]:
-    stored = [decode(Proposal, text, f"proposal {n}") for n, text in reader.scan(PROPOSALS)]
+    stored = PROPOSALS.scan(reader)
     committed = committed_in(reader)  # after them: a base never serves again
     return [standing(proposal, now, committed) for proposal in stored]
 
 
 def _end(change: Change, proposal_id: int, by: str, reason: str, **changes: Any) -> Proposal:
-    text = change.get(PROPOSALS, proposal_id)
-    if text is None:
+    stored = PROPOSALS.get(change, proposal_id)
+    if stored is None:
         raise ProposalEnded(f"there is no proposal {proposal_id}")
-    stored = decode(Proposal, text, f"proposal {proposal_id}")
     check_open(standing(stored, change.time, committed_in(change)))
     ended = replace(stored, ended=change.time, ended_by=by, end_reason=reason, **changes)
     _put(change, ended, by, reason)
@@ -208,7 +209,7 @@ def _end(change: Change, proposal_id: int, by: str, reason: str, **changes: Any)
 
 
 def _put(change: Change, proposal: Proposal, actor: str, reason: str) -> None:
-    change.put(PROPOSALS, proposal.id, encode(proposal))
+    PROPOSALS.put(change, proposal.id, proposal)
     detail = {
         "proposal": proposal.id,
         "state": proposal.state,

@@ -113,15 +113,15 @@ class RedisBackend(Backend):
         value: bytes | None = self.link.read("HGET", self._key(table.name), str(key))
         return value
 
-    def scan(self, table: Table, part: Range = ALL) -> list[tuple[str, Value]]:
+    def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         """Return (key, record) by order and key."""
         if not table.is_ordered:
             records = self.link.read("HGETALL", self._key(table.name))
             return in_key_order((key.decode(), value) for key, value in records.items())
-        command, bounds = "ZRANGEBYSCORE", (f"({part.after!r}", f"({part.before!r}")
-        if part.newest_first:
+        command, bounds = "ZRANGEBYSCORE", (f"({within.after!r}", f"({within.before!r}")
+        if within.newest_first:
             command, bounds = "ZREVRANGEBYSCORE", bounds[::-1]
-        most = -1 if part.limit is None else part.limit
+        most = -1 if within.limit is None else within.limit
         keys = self.link.read(command, self._key(table.name, "order"), *bounds, "LIMIT", 0, most)
         if table.is_index or not keys:
             return [(key.decode(), b"") for key in keys]

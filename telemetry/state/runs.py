@@ -10,10 +10,10 @@ from eplb.decision.expert_times import ExpertTimes
 from eplb.decision.pace import StepTimes
 from eplb.errors import StoreError
 from eplb.versions import RANKS, Announcement, announcement_from_dict
-from telemetry.state.backend import HEAD, NEWEST, Change, Table, text_of
-from telemetry.state.codec import as_stored, decode, encode, from_json, from_record, to_json
-from telemetry.state.membership import change_in, note_run
-from telemetry.state.part import RECOVERY, STARTED, Part, epoch_in
+from telemetry.state.backend import HEAD, NEWEST, Change, Reader, Table, text_of
+from telemetry.state.codec import as_stored, from_json, from_record, to_json
+from telemetry.state.membership import LATEST_CHANGE, note_run
+from telemetry.state.part import RECOVERY, STARTED, Part, Records, epoch_in
 
 Details = Mapping[str, Any]  # JSON-ready values
 STEP_TIMES = "step_times"  # rank detail: eplb.decision.pace.StepTimes
@@ -28,8 +28,6 @@ STEP_THREAD = "step"  # such a thread: the one that serves
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 KEPT_ANNOUNCEMENTS = 256  # announcements kept of each component, one a host or start
 
-RUNS = Table("runs", is_ordered=True)  # run -> its start, in the order of starts
-RANK_STATES = Table("ranks")  # rank -> its last report, for each run
 ANNOUNCED = Table("announced")  # component and name -> version
 GROUPS = Table("groups")  # deployment of an EP group -> the engine that has it, "" for the only one
 
@@ -119,6 +117,10 @@ class RankState:
             raise StoreError(f"rank {self.rank}: {name} of its report: {exc}") from exc
 
 
+RUNS = Records(RunInfo, Table("runs", is_ordered=True), "the record of start")  # by its number
+RANK_STATES = Records(RankState, Table("ranks"), "report of rank")  # by rank, for each run
+
+
 class RunsPart(Part):
     """Starts, reports of ranks, and versions of processes."""
 
@@ -133,8 +135,7 @@ class RunsPart(Part):
         info = _stored(info)
 
         def decision(change: Change) -> None:
-            for _, text in change.scan(RUNS):
-                known = _run_of(text)
+            for known in RUNS.scan(change):
                 if known == info:
                     return
                 if known.run == info.run:
@@ -143,7 +144,7 @@ class RunsPart(Part):
                         f"start of that name at {info.time}, expected a new name"
                     )
             # What an earlier start left alive has a smaller number, so it changes nothing any more.
-            has_begun = change.get(HEAD, STARTED) or change.get(HEAD, RECOVERY)
+            has_begun = change.get(HEAD, STARTED) or RECOVERY.get(change)
             change.put(HEAD, STARTED, str(epoch_in(change) + 1 if has_begun else 0))
             begin(change, info)
 
@@ -151,12 +152,11 @@ class RunsPart(Part):
 
     def current_run(self) -> RunInfo | None:
         """Return the latest start, or None before the first."""
-        latest = self.backend.scan(RUNS, NEWEST)
-        return _run_of(latest[0][1]) if latest else None
+        return latest_run_in(self.backend)
 
     def runs(self) -> list[RunInfo]:
         """Return every start on record, oldest first."""
-        return [_run_of(text) for _, text in self.backend.scan(RUNS)]
+        return RUNS.scan(self.backend)
 
     def set_groups(self, engine: str, groups: Sequence[str]) -> None:
         """Record the EP groups of an engine, each a deployment with a run of its own.
@@ -184,12 +184,11 @@ class RunsPart(Part):
 
     def report(self, state: RankState) -> None:
         """Replace the latest report of a rank."""
-        self.backend.put(RANK_STATES.of(state.run), state.rank, encode(state))
+        self.backend.put(RANK_STATES.of(state.run).table, state.rank, to_json(state))
 
     def rank_states(self, run: str) -> list[RankState]:
         """Return the last report of every rank of a run, by rank."""
-        reports = self.backend.scan(RANK_STATES.of(run))
-        return [decode(RankState, text, f"report of rank {rank}") for rank, text in reports]
+        return RANK_STATES.of(run).scan(self.backend)
 
     def announce(self, mine: Announcement) -> Announcement | None:
         """Record the version of a process, and return the announcement that it replaces.
@@ -227,21 +226,20 @@ def group_name(deployment: str, group: str) -> str:
     return f"{deployment}/{group}" if group else deployment
 
 
-def current_run_in(change: Change) -> str | None:
-    """Return the name of the latest start."""
-    latest = change.scan(RUNS, NEWEST)
-    return _run_of(latest[0][1]).run if latest else None
+def latest_run_in(reader: Reader) -> RunInfo | None:
+    """Return the latest start, or None before the first."""
+    return next(iter(RUNS.scan(reader, NEWEST)), None)
 
 
 def alive_in(change: Change) -> list[bool]:
     """Return which ranks serve in the latest start; empty: there was none."""
-    latest = change.scan(RUNS, NEWEST)
-    return list(_run_of(latest[0][1]).topology["alive"]) if latest else []
+    latest = latest_run_in(change)
+    return [] if latest is None else list(latest.topology["alive"])
 
 
 def begin(change: Change, info: RunInfo) -> None:
     """Record a start with its event, and what it means for a membership operation."""
-    if change_in(change) is not None and (before := alive_in(change)):
+    if LATEST_CHANGE.get(change) is not None and (before := alive_in(change)):
         note_run(change, info.topology["alive"], len(before))
     add_run(change, _stored(info))
     change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))
@@ -253,7 +251,7 @@ def _stored(info: RunInfo) -> RunInfo:
 
 def add_run(change: Change, info: RunInfo) -> None:
     """Record a start, and announce this program's version as that of its ranks."""
-    change.put(RUNS, change.next("run"), encode(info))
+    RUNS.put(change, change.next("run"), info)
     add_announcement(change, Announcement(RANKS, info.run))
 
 
@@ -284,7 +282,3 @@ def _announcements(texts: list[str | bytes]) -> list[Announcement]:
     except ValueError as exc:
         raise StoreError(f"an announcement cannot be read: {exc}") from exc
     return sorted(read, key=lambda announced: (announced.time, announced.name))
-
-
-def _run_of(text: str | bytes) -> RunInfo:
-    return decode(RunInfo, text_of(text), "the record of a start")

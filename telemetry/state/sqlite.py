@@ -11,6 +11,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Condition
 from typing import Any, TypeVar
@@ -27,7 +28,6 @@ from telemetry.state.backend import (
     Table,
     Value,
     in_key_order,
-    order_of,
 )
 from telemetry.state.sqlite_file import SqliteFile
 
@@ -125,13 +125,13 @@ class SqliteBackend(Backend):
 
     def get(self, table: Table, key: object) -> Value | None:
         """Return a record, or None."""
-        with self._file.read() as connection:
+        with self._read() as connection:
             return _Tables(connection, self.deployment).get(table, key)
 
-    def scan(self, table: Table, part: Range = ALL) -> list[tuple[str, Value]]:
+    def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         """Return (key, record) by order and key."""
-        with self._file.read() as connection:
-            return _Tables(connection, self.deployment).scan(table, part)
+        with self._read() as connection:
+            return _Tables(connection, self.deployment).scan(table, within)
 
     def decide(self, what: str, decision: Callable[[Change], T]) -> T:
         """Let a decision read and write in a transaction, which takes the write lock first."""
@@ -143,15 +143,9 @@ class SqliteBackend(Backend):
         _, ids = self._written(write)
         return ids
 
-    def put(self, table: Table, key: object, value: Value) -> None:
-        """Set a record by itself."""
-        row = (self.deployment, table.name, str(key), order_of(table, key), value)
-        with self._file.write() as connection:
-            connection.execute(_PUT, row)
-
     def prune(self, table: Table, before: float) -> int:
         """Remove the records of an ordered table with a smaller order."""
-        with self._file.write() as connection:
+        with self._write() as connection:
             return connection.execute(_PRUNE, (self.deployment, table.name, before)).rowcount
 
     def now(self) -> float:
@@ -168,14 +162,14 @@ class SqliteBackend(Backend):
 
     def prune_journal(self, keep: int) -> int:
         """Remove all but the latest ``keep`` events."""
-        with self._file.write() as connection:
+        with self._write() as connection:
             old = {"deployment": self.deployment, "keep": keep}
             return connection.execute(_PRUNE_JOURNAL, old).rowcount
 
     def append(self, entries: Sequence[Entry]) -> int:
         """Add records to the log."""
         rows = [(self.deployment, *entry) for entry in entries]
-        with self._file.write() as connection:
+        with self._write() as connection:
             return max(0, connection.executemany(_APPEND, rows).rowcount)  # -1: no entries
 
     def read(self, stream: str, after: int, limit: int) -> list[tuple[int, bytes]]:
@@ -205,7 +199,7 @@ class SqliteBackend(Backend):
         """
         old, num_pruned = (self.deployment, before, _PRUNED_AT_ONCE), 0
         while True:
-            with self._file.write() as connection:
+            with self._write() as connection:
                 connection.execute(_COUNT_PRUNED, old)
                 num_new = connection.execute(_PRUNE_LOG, old).rowcount
             num_pruned += num_new
@@ -243,7 +237,7 @@ class SqliteBackend(Backend):
             self._changed.notify_all()
 
     def _written(self, decision: Callable[[Change], T]) -> tuple[T, list[int]]:
-        with self._file.write() as connection:
+        with self._write() as connection:
             change = Change(self._clock(), _Tables(connection, self.deployment))
             result = decision(change)
             ids = self._apply(connection, change)
@@ -274,9 +268,16 @@ class SqliteBackend(Backend):
             )
         return ids
 
+    def _read(self) -> AbstractContextManager[sqlite3.Connection]:
+        return self._file.read()
+
+    def _write(self) -> AbstractContextManager[sqlite3.Connection]:
+        return self._file.write()
+
     def _rows(self, query: str, *values: Any) -> list[Any]:
         """All rows of a query whose first parameter is the deployment."""
-        return self._file.rows(query, self.deployment, *values)
+        with self._read() as connection:
+            return connection.execute(query, (self.deployment, *values)).fetchall()
 
 
 class _Tables(Reader):
@@ -289,10 +290,10 @@ class _Tables(Reader):
         row = self._connection.execute(_GET, (self._deployment, table.name, str(key))).fetchone()
         return None if row is None else row[0]
 
-    def scan(self, table: Table, part: Range = ALL) -> list[tuple[str, Value]]:
+    def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         own: tuple[Any, ...] = (self._deployment, table.name)
         if not table.is_ordered:
             return in_key_order(self._connection.execute(_ALL, own).fetchall())
-        query = _RANGE.format("DESC" if part.newest_first else "ASC")
-        most = -1 if part.limit is None else part.limit
-        return self._connection.execute(query, (*own, part.after, part.before, most)).fetchall()
+        query = _RANGE.format("DESC" if within.newest_first else "ASC")
+        most = -1 if within.limit is None else within.limit
+        return self._connection.execute(query, (*own, within.after, within.before, most)).fetchall()

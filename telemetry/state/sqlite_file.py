@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
 
 from eplb.errors import StoreError
 
@@ -111,11 +110,6 @@ class SqliteFile:
             self._check_in_place()
             yield self._reader
 
-    def rows(self, query: str, *values: Any) -> list[Any]:
-        """Return all rows of a query."""
-        with self.read() as connection:
-            return connection.execute(query, values).fetchall()
-
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Lend the writing connection in a transaction, which is committed at the end.
@@ -127,15 +121,8 @@ class SqliteFile:
         with self._writing, translated(self.path, self._busy_timeout_s):
             self._check_open()
             self._check_in_place()
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(self._writer):
                 yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                # After some errors, a full disk among them, SQLite has rolled back by itself.
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
-                raise
 
     def close(self) -> None:
         """Close both connections, once the threads at work are through."""
@@ -222,19 +209,30 @@ def prepare(
     connection.execute("PRAGMA synchronous = NORMAL")
     # Asks for the write lock even if there is nothing to add: a store that cannot be written is
     # refused at the start, not at the first sample.
+    with transaction(connection):
+        # Checked again under the lock: another process may have made the tables in between.
+        make_tables(connection, deployment, is_new=check(connection, path) == _NEW)
+
+
+def make_tables(connection: sqlite3.Connection, deployment: str, *, is_new: bool) -> None:
+    """Make the tables of a new database, and register the deployment."""
+    if is_new:
+        for statement in _TABLES.strip().removesuffix(";").split(";\n"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("INSERT INTO deployment VALUES (?, 0) ON CONFLICT DO NOTHING", (deployment,))
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Take the write lock, and commit at the end; an exception undoes everything."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        # Checked again under the lock: another process may have made the tables in between.
-        if check(connection, path) == _NEW:
-            for statement in _TABLES.strip().removesuffix(";").split(";\n"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute(
-            "INSERT INTO deployment VALUES (?, 0) ON CONFLICT DO NOTHING", (deployment,)
-        )
+        yield
         connection.execute("COMMIT")
     except BaseException:
+        # After some errors, a full disk among them, SQLite has rolled back by itself.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise

@@ -8,15 +8,14 @@ from typing import Literal
 
 from eplb.errors import StoreError
 from telemetry.state.backend import Change, Range, Reader, Table
-from telemetry.state.codec import as_stored, decode, encode
+from telemetry.state.codec import as_stored
 from telemetry.state.events import note
 from telemetry.state.lease import check_fence
-from telemetry.state.part import Part
+from telemetry.state.part import Part, Records
 from telemetry.state.runs import Details
 
 TaskState = Literal["queued", "running", "done", "failed"]
 
-TASKS = Table("tasks", is_ordered=True)  # id -> task
 QUEUED = Table("queued", is_ordered=True, is_index=True)  # ids of tasks that have not ended
 RUNNING = Table("running", is_ordered=True, is_index=True)
 _PAGE = 1000
@@ -67,6 +66,9 @@ class Task:
     result: TaskResult = TaskResult()
 
 
+TASKS = Records(Task, Table("tasks", is_ordered=True), "task")  # by id
+
+
 class TaskPart(Part):
     """The tasks of a deployment."""
 
@@ -98,7 +100,7 @@ class TaskPart(Part):
 
         def decision(change: Change) -> Task | None:
             check_fence(change, fence)
-            task = _task_in(change, oldest)
+            task = TASKS.get(change, oldest)
             if task is None or task.state != "queued":
                 task = _oldest_queued(change)
             if task is None:
@@ -125,7 +127,7 @@ class TaskPart(Part):
 
         def decision(change: Change) -> None:
             check_fence(change, fence)
-            task = _task_in(change, task_id)
+            task = TASKS.get(change, task_id)
             if task is None:
                 raise StoreError(f"task {task_id} cannot be finished: there is no such task")
             if task.state in ("done", "failed"):
@@ -144,7 +146,7 @@ class TaskPart(Part):
         result = TaskResult(error=f"cancelled: {reason}", refusal=Refusal.CANCELLED.value)
 
         def decision(change: Change) -> bool:
-            task = _task_in(change, task_id)
+            task = TASKS.get(change, task_id)
             if task is None or task.state != "queued":
                 return False
             ended = replace(task, state="failed", result=result)
@@ -163,38 +165,28 @@ class TaskPart(Part):
             return [task for task in read if task is not None and task.state == state]
         tasks: list[Task] = []
         while len(tasks) < limit:
-            page = self.backend.scan(TASKS, Range(after, limit=_PAGE))
-            read_tasks = [_task_of(text, n) for n, text in page]
-            tasks += [task for task in read_tasks if task.state == state]
+            page = TASKS.scan(self.backend, Range(after, limit=_PAGE))
+            tasks += [task for task in page if task.state == state]
             if len(page) < _PAGE:
                 break
-            after = read_tasks[-1].id
+            after = page[-1].id
         return tasks[:limit]
 
     def task(self, task_id: int) -> Task | None:
         """Return a task, or None when there is no such task."""
-        return _task_in(self.backend, task_id)
+        return TASKS.get(self.backend, task_id)
 
 
 def _oldest_queued(reader: Reader) -> Task | None:
     for key, _ in reader.scan(QUEUED):  # all: a torn write may leave the id of one that was claimed
-        task = _task_in(reader, int(key))
+        task = TASKS.get(reader, key)
         if task is not None and task.state == "queued":
             return task
     return None
 
 
-def _task_in(reader: Reader, task_id: int) -> Task | None:
-    text = reader.get(TASKS, task_id)
-    return None if text is None else _task_of(text, task_id)
-
-
-def _task_of(text: str | bytes, task_id: object) -> Task:
-    return decode(Task, text, f"task {task_id}")
-
-
 def _put(change: Change, task: Task) -> None:
-    change.put(TASKS, task.id, encode(task))
+    TASKS.put(change, task.id, task)
     if task.state == "queued":
         change.put(QUEUED, task.id, "")
     else:

@@ -251,11 +251,11 @@ class Planning:
         asked, cost = settings.request, settings.cost
         if asked.curve:
             cost = replace(cost, curve=curve_of(asked.curve))
-        chosen = chosen_curve(cost.curve, self._measured(group))
-        if chosen.source != self._curve_source:
-            log.info("curve of the experts' time: %s: %s", chosen.source, chosen.curve)
-            self._curve_source = chosen.source
-        return replace(cost, curve=chosen.curve)
+        curve, source = chosen_curve(cost.curve, self._measured(group))
+        if source != self._curve_source:
+            log.info("curve of the experts' time: %s: %s", source, curve)
+            self._curve_source = source
+        return replace(cost, curve=curve)
 
     def _measured(self, group: ServingGroup) -> list[ExpertTimes]:
         """What ranks measured; a report that cannot be read is one of a rank without figures."""

@@ -14,10 +14,9 @@ from eplb.core.placement import Placement
 from eplb.decision.outcome import explain_layer
 from eplb.decision.pace import (
     PaceChange,
-    PaceVerdict,
     StepTimes,
     Throttle,
-    next_part,
+    judged,
     pace_now,
     paced,
 )
@@ -191,25 +190,21 @@ class Pacing:
         found = [state.step_times for state in self._store.rank_states(run)] if budget else []
         times = [one for one in found if one is not None]
         latest = self._judged(times, budget) if times else None
-        now = pace_now(budget, latest, is_measured=bool(times))
-        return NextPace(paced(settings.pace, now.part, num_layers), now.reason)
+        part, reason = pace_now(budget, latest, is_measured=bool(times))
+        return NextPace(paced(settings.pace, part, num_layers), reason)
 
     def _judged(self, times: Sequence[StepTimes], budget: float) -> PaceChange | None:
         """Return the latest judgement, and write it down if it is made now."""
-        offer, end, judged = self._last()
-        if offer is None or (judged and judged.plan_id >= offer.plan_id):
-            return judged
-        part = judged.part if judged else 1.0
-        plan_id, verdict = offer.plan_id, PaceVerdict(part, None, "")
-        if offer.moves:
-            is_late = end is not None and end.reason.startswith(NOT_FINISHED)
-            verdict = next_part(part, budget, plan_id, times, is_late=is_late)
-        reason = verdict.reason or f"plan {plan_id} was not judged: it moved no expert"
-        reason += f": part {part:g} -> {verdict.part:g}" if verdict.part != part else ""
-        slowdown = None if verdict.slowdown is None else round(verdict.slowdown, 4)
-        change = PaceChange(plan_id, slowdown, budget, part, verdict.part, reason)
+        offer, end, latest = self._last()
+        if offer is None or (latest and latest.plan_id >= offer.plan_id):
+            return latest
+        is_late = end is not None and end.reason.startswith(NOT_FINISHED)
+        part = latest.part if latest else 1.0
+        change = judged(
+            offer.plan_id, part, budget, times, moves=bool(offer.moves), is_late=is_late
+        )
         self._store.add_event(JUDGED_PACE, vars(change))
-        log.info("plan_id=%d pace=%g reason=%r", plan_id, change.part, reason)
+        log.info("plan_id=%d pace=%g reason=%r", change.plan_id, change.part, change.reason)
         return change
 
     def _last(self) -> tuple[PlanOffer | None, PlanEnd | None, PaceChange | None]:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eplb.errors import EplbError, MigrationError
-from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
+from eplb.versions import HOST_CACHE, Announcement
 from rebalance.weights.cache.address import HostCacheAddress, connect, listen, listener_of_ranks
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.client import HostCacheClient
@@ -59,7 +59,7 @@ class EngineRecords:
         if listening is None:  # several hosts of a deployment may be one machine: it has one place
             log.info("no records of an engine are kept: another process of this host has the place")
             return
-        version = announcement_to_dict(Announcement(HOST_CACHE, ""))
+        version = asdict(Announcement(HOST_CACHE, ""))
         self._listener = listener_of_ranks(
             listening, place.key, hello=lambda: {"version": version}, serve=self._serve
         )

@@ -29,7 +29,7 @@ import torch
 from eplb.core.bounded_json import MAX_JSON_BYTES
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, EplbError, MigrationError, reason_of
-from eplb.versions import HOST_CACHE, Announcement, announcement_to_dict
+from eplb.versions import HOST_CACHE, Announcement
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress, listen, listener_of_ranks
 from rebalance.weights.cache.cache import WRITER, HostCache, Request
@@ -182,7 +182,7 @@ class HostCacheServer:
             "num_bytes": len(self.arena.bytes),
             "record_bytes": origin.record_bytes,
             "num_experts": origin.num_experts,
-            "version": announcement_to_dict(Announcement(HOST_CACHE, "")),
+            "version": asdict(Announcement(HOST_CACHE, "")),
         }
 
     def serve_rank(self, wire: Wire) -> None:

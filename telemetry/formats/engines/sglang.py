@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.placement import Placement
 from eplb.errors import HistoryError
-from telemetry.formats.bounded import int_array, member, read_json, to_json, whole_number
+from telemetry.formats.bounded import (
+    check_whole,
+    int_array,
+    member,
+    read_json,
+    to_json,
+    whole_number,
+)
 from telemetry.formats.repairs import filled
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import (
@@ -181,12 +188,10 @@ def read_rank_files(
 
 def _checked_map(table: NDArray[Any], where: str) -> NDArray[np.int64]:
     """[L, P] experts of slots; every slot holds one."""
-    if table.ndim != 2 or table.dtype.kind != "i" or not table.size:
-        raise HistoryError(f"{where} has shape {table.shape}, expected [layers, slots]")
-    if table.min() < 0 or table.max() >= table.shape[1]:
-        raise HistoryError(
-            f"{where} names experts {table.min()}..{table.max()}, expected 0..{table.shape[1] - 1}"
-        )
+    num_slots = table.shape[-1] if table.ndim else 0
+    check_whole(table, (None, None), where, high=num_slots - 1)
+    if not table.size:
+        raise HistoryError(f"{where} has shape {table.shape}, expected layers and slots")
     found: NDArray[np.int64] = table.astype(np.int64)
     return found
 
@@ -204,26 +209,19 @@ def _passes(
         slots = one.get("global_physical_count")
         if slots is None:
             slots = _counted(member(one, "topk_ids_of_layer", np.ndarray, place), held, place)
-        if (
-            not isinstance(slots, np.ndarray)
-            or slots.shape != held.shape
-            or slots.dtype.kind != "i"
-        ):
-            raise HistoryError(f"{place}: global_physical_count, expected integers {held.shape}")
-        if slots.min() < 0 or slots.max() > 2**48:
-            raise HistoryError(f"{place}: {slots.min()}..{slots.max()} tokens in a slot")
+        check_whole(slots, held.shape, f"{place}: global_physical_count")
         yield number, slots.astype(np.int64)
 
 
 def _counted(ids: NDArray[Any], held: NDArray[np.int64], where: str) -> NDArray[np.int64]:
     """[L, P] from the slots of single tokens [L, tokens, 8], padded with -1: older releases."""
     num_layers, num_slots = held.shape
-    if ids.ndim != 3 or len(ids) != num_layers or ids.dtype.kind != "i":
-        raise HistoryError(f"{where}: topk_ids_of_layer has shape {ids.shape}, expected [L, n, 8]")
-    if ids.size and not (ids.min() >= -1 and ids.max() < num_slots):
-        raise HistoryError(f"{where}: slots {ids.min()}..{ids.max()}, expected -1..{num_slots - 1}")
+    shape = (num_layers, None, None)
+    check_whole(ids, shape, f"{where}: topk_ids_of_layer", low=-1, high=num_slots - 1)
     check_cells(num_layers, num_slots, held.nbytes)
-    counts = [np.bincount(row.ravel() + 1, minlength=num_slots + 1)[1:] for row in ids]
+    counts = [
+        np.bincount(row.ravel().astype(np.int64) + 1, minlength=num_slots + 1)[1:] for row in ids
+    ]
     return np.array(counts, dtype=np.int64)
 
 

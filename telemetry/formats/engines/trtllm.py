@@ -24,6 +24,7 @@ from eplb.core.placement import Placement
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import (
     check_regular,
+    check_whole,
     member,
     read_json,
     read_text_bytes,
@@ -97,13 +98,7 @@ def _counts(path: Path, num_experts: int) -> dict[str, NDArray[np.int64]]:
     for key, tokens in tensors.items():
         if not KEY.fullmatch(key):
             raise HistoryError(f"{path.name}: key {key[:40]!r}, expected ITERATION_LAYER")
-        if tokens.shape != (num_experts,) or tokens.dtype.kind not in "iu":
-            raise HistoryError(
-                f"{path.name}: {key} has shape {tokens.shape} of {tokens.dtype}, "
-                f"expected integers ({num_experts},)"
-            )
-        if tokens.min() < 0 or tokens.max() > 2**48:
-            raise HistoryError(f"{path.name}: {key} has {tokens.min()}..{tokens.max()} tokens")
+        check_whole(tokens, (num_experts,), f"{path.name}: {key}")
     return {key: tokens.astype(np.int64) for key, tokens in tensors.items()}
 
 

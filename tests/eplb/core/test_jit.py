@@ -20,7 +20,7 @@ import pytest
 import eplb
 from eplb import DispatchRule
 from eplb.core.compiler import MOST_INTERPRETED, code_digest, compiler_passes
-from eplb.core.jit import Kernel, compiled_at_once
+from eplb.core.jit import LazyKernel, compiled_at_once
 
 PROGRAM = """
 from eplb.core.jit import jit
@@ -32,7 +32,7 @@ print(eplb.__file__, jit(lambda number: 2 * number)(21))
 COMPILE_AND_LIST = """
 import pkgutil
 from importlib import import_module
-from eplb.core.jit import Kernel
+from eplb.core.jit import LazyKernel
 import eplb, runtime, simulations
 from eplb.precompile import compile_planner
 from runtime.memory import compile_digest
@@ -47,7 +47,7 @@ kernels = {
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.startswith("runtime.kernels")  # of triton
     for name, member in vars(import_module(module.name)).items()
-    if isinstance(member, Kernel) and member.py_func.__module__ == module.name
+    if isinstance(member, LazyKernel) and member.py_func.__module__ == module.name
 }
 print(sum(bool(kernel.dispatcher.signatures) for kernel in kernels.values()))
 print("missing:", *[name for name, kernel in kernels.items() if not kernel.dispatcher.signatures])
@@ -59,7 +59,7 @@ def test_compiled_functions_of_the_planner_leave_the_interpreter_to_other_thread
         member
         for module in pkgutil.walk_packages(eplb.__path__, "eplb.")
         for member in vars(import_module(module.name)).values()
-        if isinstance(member, Kernel)
+        if isinstance(member, LazyKernel)
     ]
 
     assert len(kernels) > 15

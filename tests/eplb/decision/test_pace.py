@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,10 @@ from eplb.decision.pace import (
     ENOUGH_MOVING,
     LEAST,
     STEP,
-    PaceVerdict,
+    PaceChange,
     StepTimes,
     Throttle,
-    next_part,
+    judged,
     paced,
 )
 from eplb.errors import ConfigError
@@ -32,23 +33,23 @@ def times(slowdown: float, plan_id: int = 7) -> StepTimes:
     return StepTimes(plan_id, 100, 8.0, 10.0, 20, 8.0, 10.0 * (1 + slowdown))
 
 
-def after(part: float, *slowdowns: float, budget: float = 0.05) -> PaceVerdict:
-    return next_part(part, budget, 7, [times(one) for one in slowdowns], is_late=False)
+def after(part: float, *slowdowns: float, budget: float = 0.05) -> PaceChange:
+    return judged(7, part, budget, [times(one) for one in slowdowns])
 
 
 def test_breach_halves_and_names_what_was_found_and_expected() -> None:
-    assert after(1.0, 0.2, 0.2) == PaceVerdict(
-        0.5,
-        pytest.approx(0.2),
-        "plan 7 made the p95 of step time +20.0%, expected +5.0% at most",
-    )
+    reason = "plan 7 made the p95 of step time +20.0%, expected +5.0% at most: part 1 -> 0.5"
+
+    assert after(1.0, 0.2, 0.2) == PaceChange(7, 0.2, 0.05, 1.0, 0.5, reason)
 
 
 def test_migration_within_the_budget_adds_one_step() -> None:
     found = after(0.5, 0.125, budget=0.125)
 
     assert found.part == 0.5 + STEP
-    assert found.reason == "plan 7 made the p95 of step time +12.5%, expected +12.5% or less"
+    assert found.reason == (
+        "plan 7 made the p95 of step time +12.5%, expected +12.5% or less: part 0.5 -> 0.625"
+    )
 
 
 @settings(deadline=None, derandomize=True)
@@ -58,12 +59,13 @@ def test_bounds_hold_and_a_breach_never_adds(
 ) -> None:
     ranks = [times(one) for one in slowdowns]
 
-    found = next_part(part, budget, 7, ranks, is_late=is_late)
+    found = judged(7, part, budget, ranks, is_late=is_late)
+    slowdowns = [one.slowdown for one in ranks if one.slowdown is not None]
 
     assert LEAST <= found.part <= 1.0
-    if is_late or (found.slowdown is not None and found.slowdown <= budget):
+    if is_late or (slowdowns and median(slowdowns) <= budget):
         assert found.part == min(part + STEP, 1.0)
-    elif found.slowdown is None:
+    elif not slowdowns:
         assert found.part == part
     else:
         assert found.part == max(part / 2, LEAST)
@@ -93,16 +95,17 @@ def test_one_rank_with_disturbed_steps_does_not_slow_the_others() -> None:
     ],
 )
 def test_migration_without_enough_steps_changes_nothing(few: StepTimes) -> None:
-    found = next_part(0.5, 0.05, 7, [few], is_late=False)
+    found = judged(7, 0.5, 0.05, [few])
 
     assert (found.part, found.slowdown) == (0.5, None)
     assert found.reason.startswith("plan 7 was not judged: no rank reports 8 steps in it and 32")
 
 
 def test_migration_that_was_too_slow_to_end_is_not_made_slower() -> None:
-    found = next_part(LEAST, 0.05, 7, [times(0.9)], is_late=True)
+    found = judged(7, LEAST, 0.05, [times(0.9)], is_late=True)
 
-    assert (found.part, found.reason) == (LEAST + STEP, "plan 7 did not end in time")
+    assert found.part == LEAST + STEP
+    assert found.reason == "plan 7 did not end in time: part 0.0625 -> 0.1875"
 
 
 def test_half_the_pace_is_half_of_transactions_experts_and_links() -> None:

@@ -234,24 +234,26 @@ def times(us: list[float], rows: tuple[int, ...] = (1, 64, 1024)) -> ExpertTimes
 def test_curve_of_the_user_wins_over_what_ranks_measured() -> None:
     own = ((1.0, 5.0), (512.0, 40.0))
 
-    found = chosen_curve(own, [times([1.0, 2.0, 3.0])])
+    curve, source = chosen_curve(own, [times([1.0, 2.0, 3.0])])
 
-    assert (found.curve, found.source) == (own, "given by the configuration")
+    assert (curve, source) == (own, "given by the configuration")
 
 
 def test_curve_of_the_ranks_is_their_median_at_each_point() -> None:
     disturbed = times([90.0, 90.0, 90.0])
 
-    found = chosen_curve((), [times([10.0, 12.0, 80.0]), disturbed, times([11.0, 13.0, 82.0])])
+    curve, source = chosen_curve(
+        (), [times([10.0, 12.0, 80.0]), disturbed, times([11.0, 13.0, 82.0])]
+    )
 
-    assert found.curve == ((1.0, 11.0), (64.0, 13.0), (1024.0, 82.0))
-    assert found.source == "measured at the start by 3 ranks: a GPU, GroupedExperts"
+    assert curve == ((1.0, 11.0), (64.0, 13.0), (1024.0, 82.0))
+    assert source == "measured at the start by 3 ranks: a GPU, GroupedExperts"
 
 
 def test_times_that_fall_by_chance_become_one_level() -> None:
-    found = chosen_curve((), [times([12.0, 10.0, 80.0])])
+    curve, _ = chosen_curve((), [times([12.0, 10.0, 80.0])])
 
-    assert found.curve == ((1.0, 11.0), (64.0, 11.0), (1024.0, 80.0))
+    assert curve == ((1.0, 11.0), (64.0, 11.0), (1024.0, 80.0))
 
 
 @pytest.mark.parametrize(
@@ -266,11 +268,11 @@ def test_times_that_fall_by_chance_become_one_level() -> None:
 def test_ranks_without_a_usable_curve_leave_the_constant(
     measured: list[ExpertTimes], why: str
 ) -> None:
-    found = chosen_curve((), measured)
+    curve, source = chosen_curve((), measured)
 
-    assert found.curve == ()
-    assert found.source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200: ")
-    assert why in found.source
+    assert curve == ()
+    assert source.startswith("the constant, of DeepSeek-V3's experts in FP8 on an H200: ")
+    assert why in source
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from eplb.core.load import as_history
 from eplb.core.placement import check_fits
 from eplb.core.zones import nodes_of_groups
 from eplb.errors import ConfigError
-from eplb.policies.exact import exact, solve_exact
+from eplb.policies.exact import solve_exact
 
 
 def best_of_all(work: NDArray[np.int64], topology: Topology) -> float:
@@ -91,7 +91,9 @@ def test_ranks_that_are_alike_keep_what_they_have() -> None:
     # 40 + 10 on each rank is the best there is, and it serves already.
     current = Placement(np.array([[3, 1, 2, 0]]), num_experts=4)
 
-    kept = exact(Problem(as_history([[10, 40, 40, 10]]), Topology.uniform(1, 2, 2), None, current))
+    topology = Topology.uniform(1, 2, 2)
+    problem = Problem(as_history([[10, 40, 40, 10]]), topology, None, current)
+    kept = solve_exact(problem).placement
 
     moved = (kept.slot_to_expert != current.slot_to_expert).sum()
     assert imbalance(np.array([[10, 40, 40, 10]]), kept, Topology.uniform(1, 2, 2)).tolist() == [1]
@@ -121,7 +123,7 @@ def test_large_model_is_refused_before_it_is_tried() -> None:
     problem = Problem(as_history(np.ones((1, 256), dtype=np.int64)), Topology.uniform(4, 8, 9))
 
     with pytest.raises(ConfigError, match=r"layer 0 has \d+ choices .* expected at most 20000"):
-        exact(problem)
+        solve_exact(problem)
 
 
 def test_no_effort_is_refused() -> None:

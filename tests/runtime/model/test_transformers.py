@@ -160,7 +160,7 @@ def test_rows_of_slots_give_what_the_library_computes(loaded: Loaded, is_padded:
         rows[is_filled] = tokens
 
     for number, one in enumerate(find_experts(loaded.model)):
-        over_slots = LibraryExperts.over_slots([one], [loaded.bank.weights(number)])
+        over_slots = LibraryExperts([one], [loaded.bank.weights(number)])
         found = over_slots.run(0, Received(rows, counts, ticket=None))
         with torch.no_grad():
             expected = one.module(tokens, (3 * slots % 8)[:, None], torch.ones(12, 1))

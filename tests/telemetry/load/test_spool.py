@@ -43,7 +43,7 @@ def leased(batch: dict[int, LoadSample]) -> list[int]:
 def left_in(folder: Path) -> list[int]:
     """What the next process finds."""
     with closing(Spool(folder)) as spool:
-        return leased(spool.lease(10_000))
+        return leased(spool.lend(10_000))
 
 
 def fill(folder: Path, num_samples: int) -> None:
@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 def test_stored_samples_are_removed_and_leave_no_file(folder: Path) -> None:
     with closing(Spool(folder)) as spool:
         spool.add([make_sample(n) for n in range(3)])
-        spool.settle(spool.lease(10), num_new=2)
+        spool.settle(spool.lend(10), num_new=2)
 
         assert spool.stats().bytes_on_disk == len(HEADER)
         counts = spool.stats()
@@ -83,7 +83,7 @@ def test_full_spool_drops_the_oldest_and_counts_each(folder: Path) -> None:
     with closing(Spool(folder, max_bytes=FOLDER_BYTES, capacity=1)) as spool:
         spool.add([make_sample(n) for n in range(num_samples)])
 
-        kept, counts = leased(spool.lease(num_samples)), spool.stats()
+        kept, counts = leased(spool.lend(num_samples)), spool.stats()
         assert counts.bytes_on_disk <= FOLDER_BYTES
         assert kept == list(range(counts.dropped, num_samples))
         assert len(kept) > 0.9 * FOLDER_BYTES / SAMPLE_BYTES  # one segment of 16 went at a time
@@ -94,7 +94,7 @@ def test_sample_dropped_during_its_write_is_not_lost(folder: Path) -> None:
     num_samples = 2 * FOLDER_BYTES // SAMPLE_BYTES
     with closing(Spool(folder, max_bytes=FOLDER_BYTES, capacity=4)) as spool:
         spool.add([make_sample(0)])
-        batch = spool.lease(1)
+        batch = spool.lend(1)
         spool.add([make_sample(n) for n in range(1, num_samples)])
         spool.settle(batch, num_new=1)
 
@@ -106,7 +106,7 @@ def test_without_a_folder_the_newest_are_kept_in_memory() -> None:
     with closing(Spool(capacity=2)) as spool:
         spool.add([make_sample(n) for n in range(5)])
 
-        assert leased(spool.lease(10)) == [3, 4]
+        assert leased(spool.lend(10)) == [3, 4]
         assert (spool.stats().dropped, spool.stats().waiting_in_memory) == (3, 2)
 
 
@@ -122,7 +122,7 @@ def test_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) ->
     for length in {*range(0, len(whole), 7), len(HEADER), second}:
         segment.write_bytes(whole[:length])
         with closing(Spool(folder)) as spool:
-            assert leased(spool.lease(10)) == ([0] if length >= second else [])
+            assert leased(spool.lend(10)) == ([0] if length >= second else [])
             assert spool.stats().torn == (length > len(HEADER) and length != second)
 
 
@@ -181,7 +181,7 @@ def test_folder_that_cannot_be_made_leaves_the_spool_in_memory(
     with closing(Spool(tmp_path / "file" / "spool")) as spool:
         spool.add([make_sample(0)])
 
-        assert leased(spool.lease(10)) == [0]
+        assert leased(spool.lend(10)) == [0]
         assert (spool.stats().errors, spool.stats().waiting_in_memory) == (1, 1)
     assert caplog.records
 
@@ -220,7 +220,7 @@ def test_folder_deleted_under_it_is_made_again(folder: Path) -> None:
         shutil.rmtree(folder)
         spool.add([make_sample(1)])
 
-        assert leased(spool.lease(10)) == [0, 1]
+        assert leased(spool.lend(10)) == [0, 1]
         spool.give_back()
     assert left_in(folder) == [1]
 
@@ -255,7 +255,7 @@ class Life:
             self._other.execute("BEGIN IMMEDIATE")
 
     def send(self) -> None:
-        batch = self._spool.lease(3)
+        batch = self._spool.lend(3)
         try:
             self._spool.settle(batch, num_new=self.store.append(list(batch.values())))
         except StoreError:
@@ -263,7 +263,7 @@ class Life:
 
     def _die(self) -> None:
         """Die after the store had a batch, before the spool knew: its files are as they are."""
-        batch = self._spool.lease(3)
+        batch = self._spool.lend(3)
         if not self._other.in_transaction:
             self.store.append(list(batch.values()))
         self._num_deaths += 1

@@ -12,7 +12,7 @@ from eplb.decision.pace import PaceChange
 from eplb.errors import StoreError
 from eplb.migration.candidates import Candidates
 from eplb.migration.recovery import Recovery
-from telemetry.state.codec import decode, encode, pack, unpack
+from telemetry.state.codec import decode, pack, to_json, unpack
 from telemetry.state.events import PlanEnd
 from telemetry.state.lease import Lease
 from telemetry.state.live import LiveChange, LiveState
@@ -49,16 +49,16 @@ TASK = Task(4, 9.5, "rebalance", {"n": [1]}, "done", TaskResult("", 4, {"moves":
     ids=lambda record: type(record).__name__,
 )
 def test_record_is_read_back_as_it_was_written(record: Any) -> None:
-    assert decode(type(record), encode(record), "a record") == record
-    assert decode(type(record), encode(record).encode(), "a record") == record
+    assert decode(type(record), to_json(record), "a record") == record
+    assert decode(type(record), to_json(record).encode(), "a record") == record
 
 
 def test_settings_that_are_not_set_are_left_out() -> None:
-    assert json.loads(encode(LIVE))["live"] == {"movement": False, "max_moves": 3}
+    assert json.loads(to_json(LIVE))["live"] == {"movement": False, "max_moves": 3}
 
 
 def test_value_that_may_be_none_is_written_where_it_has_no_default() -> None:
-    assert json.loads(encode(PlanEnd(None, 3, "dropped")))["generation"] is None
+    assert json.loads(to_json(PlanEnd(None, 3, "dropped")))["generation"] is None
 
 
 def changed(record: Any, **changes: object) -> str:

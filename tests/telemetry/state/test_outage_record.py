@@ -35,4 +35,4 @@ def test_record_of_old_outages_is_pruned_and_their_events_stay(any_store: StateS
         any_store.add_outage(one)
 
     assert recorded(any_store) == [FIRST, later]
-    assert [key for key, _ in any_store.backend.scan(OUTAGES)] == [repr(later.start)]
+    assert [key for key, _ in any_store.backend.scan(OUTAGES.table)] == [repr(later.start)]
