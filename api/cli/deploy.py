@@ -32,8 +32,15 @@ Module = Annotated[
 ]
 
 
-def deployment_of(configured: Configured, process: str) -> Deployment:
+def deployment_of(
+    configured: Configured, process: str, *, takes_engine: bool = False
+) -> Deployment:
     """Read the configuration of a command, and have it log as that says.
+
+    Args:
+        configured: how the command names its configuration.
+        process: the name in its log.
+        takes_engine: as ``resolve``.
 
     Raises:
         ConfigError: the configuration cannot be used.
@@ -42,7 +49,7 @@ def deployment_of(configured: Configured, process: str) -> Deployment:
     raise_descriptor_limit()
     settings = configured.settings()
     set_up_logging(replace(settings.log, deployment=settings.deployment.name), process=process)
-    return resolve(settings, os.environ)
+    return resolve(settings, os.environ, takes_engine=takes_engine)
 
 
 def say(line: str) -> None:
@@ -130,18 +137,21 @@ def host_cache(configured: Configured, host: Host = None) -> None:
     """Keep expert records in the memory of this host for its ranks, until a signal."""
     from api.deploy.roles import run_host_cache
 
-    deployment = deployment_of(configured, "host cache")
+    deployment = deployment_of(configured, "host cache", takes_engine=True)
     run_host_cache(deployment, host_here(deployment, host), say)
 
 
 @with_options
 def serve(configured: Configured) -> None:
-    """Run a controller, the REST API and the page until a signal; ranks are started elsewhere."""
+    """Run a controller, the REST API and the page until a signal; ranks are started elsewhere.
+
+    For an engine, whose file has no model, it runs no controller: the engine's plug-in leads.
+    """
     from api.deploy.serve import serve as serve_until_signal
 
     given = configured
     same = [word for one in given.setting or [] for word in ("--setting", one)]
     same += ["--config", str(given.config)] if given.config else []
     same += ["--profile", given.profile] if given.profile else []
-    deployment = deployment_of(configured, "serve")
+    deployment = deployment_of(configured, "serve", takes_engine=True)
     serve_until_signal(deployment, own_command("controller", *same), say)

@@ -13,7 +13,7 @@ from eplb.errors import EplbError
 from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE
 from rebalance.engines.common.plugin_settings import settings_of
 from rebalance.engines.common.store_link import why_kept
-from rebalance.engines.vllm.options import model_config_of, options_of, remarks
+from rebalance.engines.vllm.options import model_config_of, options_of, remarks, uses_ray
 from telemetry.state.store import file_of, open_store, without_password
 
 OF_PLUGIN = ("numba", "scipy", "zstandard")  # libraries that engines may lack
@@ -28,15 +28,19 @@ def check_engine(
     Raises:
         EplbError: the command or a file cannot be read.
     """
+    yield from _plugin(environ)
+    if find_spec("vllm") is None:
+        found = "not installed in this environment: its command and its release are not checked"
+        yield Finding("vllm", found, "the environment of the engine")
+        return
     options = options_of(command)
     for remark in remarks(options, model_config_of(options, model_config)):
         yield Finding(*remark)
-    yield from _plugin(environ)
     copied = environ.get(RAY_COPIES, "").split(",")
-    if options.uses_ray and CONFIG_VARIABLE not in copied:
+    if uses_ray(options) and CONFIG_VARIABLE not in copied:
         found = f"{RAY_COPIES} is {environ.get(RAY_COPIES, '')!r}: Ray's processes load no plug-in"
         yield Finding("ray", found, f"{CONFIG_VARIABLE} among them")
-    elif options.uses_ray and GROUP_VARIABLE in environ and GROUP_VARIABLE not in copied:
+    elif uses_ray(options) and GROUP_VARIABLE in environ and GROUP_VARIABLE not in copied:
         found = f"{RAY_COPIES} lacks {GROUP_VARIABLE}: Ray's processes run as another engine"
         yield Finding("ray", found, f"{GROUP_VARIABLE} among them")
     yield _release()
@@ -78,9 +82,7 @@ def _plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _release() -> Finding:
     """The vLLM that is installed here, by the checks that the plug-in makes when it is loaded."""
-    if find_spec("vllm") is None:
-        return Finding("vllm", "not installed in this environment: its release is not checked")
-    from rebalance.engines.vllm.guards import refusals  # late: it imports vLLM
+    from rebalance.engines.vllm.entry import refusals  # late: it imports vLLM
 
     for refusal in refusals():
         return Finding("vllm", refusal, "a release that the plug-in was tested with")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from api.config.deployment import RecordSources
 from api.config.live import static_layer
 from api.config.tree import Settings
-from api.deploy.model import model_shape, record_schema
+from api.deploy.model import SHAPES, model_shape, record_schema
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
@@ -45,8 +45,30 @@ class Deployment:
     settings: Settings
     secret: Secret
     hosts: tuple[str, ...]  # address of each
-    model: ModelShape
-    topology: Topology  # spare slots included
+
+    @property
+    def is_of_engine(self) -> bool:
+        """Whether an engine has model and ranks, and its plug-in leads: the file has no model."""
+        model = self.settings.model
+        return model.checkpoint is None and not any(getattr(model, name) for name in SHAPES)
+
+    @cached_property
+    def model(self) -> ModelShape:
+        """Of the file.
+
+        Raises:
+            ConfigError, CheckpointError: as ``model_shape``.
+        """
+        return model_shape(self.settings.model)
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Ranks and their slots, spare slots included.
+
+        Raises:
+            ConfigError, CheckpointError: as ``topology_of`` and ``model_shape``.
+        """
+        return topology_of(self.settings, self.model)
 
     @property
     def name(self) -> str:
@@ -220,6 +242,8 @@ def resolve(
     environ: Mapping[str, str],
     secret: Secret | None = None,
     lookup: Callable[[str], str] = address_of,
+    *,
+    takes_engine: bool = False,
 ) -> Deployment:
     """Make a deployment of its configuration.
 
@@ -230,6 +254,7 @@ def resolve(
             deployment.
         lookup: gives the address of a host by its name. Names are looked up here alone, because a
             link that looked one up would have no deadline.
+        takes_engine: whether a file without a model is that of an engine.
 
     Raises:
         ConfigError: settings that do not fit together, names of hosts that cannot be looked up, or
@@ -246,9 +271,10 @@ def resolve(
             f"deployment.store is the file {path if settings.deployment.store else 'of a host'}, "
             f"expected a server that all {len(hosts)} hosts reach, as redis://HOST:PORT"
         )
-    model = model_shape(settings.model)
-    topology = topology_of(settings, model)
-    return Deployment(settings, secret or secret_of(settings, environ), hosts, model, topology)
+    made = Deployment(settings, secret or secret_of(settings, environ), hosts)
+    if not (takes_engine and made.is_of_engine):
+        _ = made.topology  # refused here, before anything is written
+    return made
 
 
 def _addresses(hosts: Sequence[str], lookup: Callable[[str], str]) -> tuple[str, ...]:

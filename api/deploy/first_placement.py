@@ -223,9 +223,10 @@ def check_belongs(store: StateStore, deployment: Deployment) -> None:
         StoreError: the store cannot be used.
     """
     check_secret(store, deployment.secret)
-    committed, model = store.committed(), deployment.model
-    if committed is None:
+    committed = store.committed()
+    if committed is None or deployment.is_of_engine:
         return
+    model = deployment.model
     found = (committed.placement.num_layers, committed.placement.num_experts)
     if found != (model.num_layers, model.num_experts):
         raise ConfigError(

@@ -147,10 +147,11 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     set_title(f"host cache {host}")
     heart = Heartbeat(deployment.opened_store, HOST_CACHE, str(host))
     _join_store(deployment, heart.mine)
-    model, weights = deployment.model, given.model.checkpoint
+    weights = given.model.checkpoint
     settings, server = deployment.host_cache, None
     ready = "records that an engine offers"
     if weights is not None or deployment.has_links:
+        model = deployment.model
         check_checkpoint(given.model, model)
         schema, address = deployment.schema, deployment.host_cache_address(host)
         server = build_host_cache(settings, address, model, schema, weights, host=host)

@@ -69,10 +69,13 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
         stack.callback(store.close)
         secret, state_dir = deployment.secret, deployment.state_dir
         token_file = write_token(secret.http_token, state_dir / TOKEN_FILE)
-        first = partial(ensure_first_placement, store, deployment, "eplb serve")
-        if (started := once_reached(first, stop, notifier, tell)) is None:
-            return
-        placement, did = started
+        did = "an engine's plug-in leads"
+        if not deployment.is_of_engine:
+            first = partial(ensure_first_placement, store, deployment, "eplb serve")
+            if (started := once_reached(first, stop, notifier, tell)) is None:
+                return
+            placement, did = started
+            did = f"{did}, generation {placement.generation}"
         commands = Commands(deployment.settings.supervision, note_in(store), stop)
         token = secret.http_token
         app = create_app(
@@ -103,7 +106,8 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             stack.callback(metrics.stop)
             services.append(metrics)
         stack.callback(commands.end_all)  # the controller gives its lease up
-        commands.add("the controller", "controller", controller)
+        if not deployment.is_of_engine:
+            commands.add("the controller", "controller", controller)
         say(f"eplb serve: {service.url}")
         if token_file is not None:
             say(f"eplb serve: the token of the HTTP service is in {token_file}")
@@ -111,7 +115,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
             say(f"eplb serve: {metrics.url}/metrics")
         if metrics_token_file is not None:
             say(f"eplb serve: the token of that address is in {metrics_token_file}")
-        say(f"eplb serve: {did}, generation {placement.generation}, in {deployment.store_shown}")
+        say(f"eplb serve: {did}, in {deployment.store_shown}")
         stack.enter_context(Heartbeat(deployment.opened_store, versions.SERVICE, new_holder()))
         if store.live().text("stage") == "observe":
             say("eplb serve: stage observe: plans are recorded, nothing moves (operations.md)")

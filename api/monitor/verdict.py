@@ -53,7 +53,7 @@ def leadership(store: StateStore, now: float) -> Leadership:
     if lease is not None and held and lease.expires >= now and not is_dead(lease.holder):
         left_s, led_s = lease.expires - now, max(0.0, now - lease.since)
         return Leadership(shown(lease.holder), left_s, "", age_s, led_s)
-    why = "no controller leads, expected one (eplb serve or eplb controller)"
+    why = "no controller leads, expected one (eplb serve, eplb controller or an engine's plug-in)"
     if lease is not None and held and lease.expires < now:
         since_s = now - lease.expires
         why = f"no controller leads: the lease of {shown(lease.holder)} ran out {since_s:.0f} s ago"

@@ -59,6 +59,7 @@ from telemetry.load.reporter import Reporter
 from telemetry.load.spool import Spool
 from telemetry.state.holder import new_holder, shown
 from telemetry.state.lease import Lease, LeaseOf
+from telemetry.state.runs import REPORT_EVERY_S, RankState
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import TaskResult
 
@@ -66,6 +67,7 @@ log = logging.getLogger(f"{__package__}.store_link")  # the module runs as __mai
 
 TICK_S = 0.05
 CONTROL_S = 0.25  # how often lease, switches and tasks are looked at
+RANK_REPORT_S = 2.0  # from one report of the rank to the next, also while it runs no pass
 LEASE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a failure of the store
 MOST_SAMPLES, MOST_EVENTS, MOST_MAPS = 4096, 1000, 64  # that wait for a store; the oldest go
@@ -99,7 +101,8 @@ class StoreLink:
         self._reporter: Reporter | None = None
         self._leases: dict[LeaseOf, Lease] = {}
         self._holder, self._has_run, self._next_look = new_holder(), False, 0.0
-        self._next_control = 0.0
+        self._next_control = self._next_rank_report = 0.0
+        self._latest: LoadSample | None = None
         self._num_failures = self._num_errors = 0
         self._report = LinkReport(False, self._unread, -1)  # the last one; none was sent yet
         self._reporting = Lock()
@@ -193,6 +196,9 @@ class StoreLink:
         while self._events:
             store.add_event(self._events[0].kind, self._events[0].detail)
             self._events.popleft()
+        if time.monotonic() >= self._next_rank_report:
+            self._report_rank(store)
+            self._next_rank_report = time.monotonic() + RANK_REPORT_S
         if not self._identity.is_first:
             return
         self._commit(store)
@@ -250,10 +256,23 @@ class StoreLink:
     def _offer(self) -> None:
         assert self._reporter is not None, "the store is open"
         while self._samples:
-            sample = self._samples.popleft()
+            self._latest = sample = self._samples.popleft()
             # The rank dates its samples by its host's clock, as this process reads it.
             offset_s = self._reporter.clock.offset_s
             self._reporter.offer(replace(sample, time=sample.time - offset_s))
+
+    def _report_rank(self, store: StateStore) -> None:
+        """Report step and map of the latest sample: a rank without a report counts as silent."""
+        step, generation, sequence = 0, 0, 0
+        if (latest := self._latest) is not None:
+            step, generation = latest.last_step, latest.generation
+            sequence = latest.sequence + 1
+        run, rank = self._identity.info.run, self._identity.rank
+        detail = {REPORT_EVERY_S: RANK_REPORT_S}
+        now = store.backend.now()
+        store.report(
+            RankState(run, rank, now, step, generation, "idle", 0, 0, sequence, 0, detail=detail)
+        )
 
     def _commit(self, store: StateStore) -> None:
         """Write maps that serve, oldest first; one that cannot be written waits for the store."""

@@ -1,9 +1,9 @@
 """The plug-in for vLLM 0.33: policy, shares, taps and mover of its expert-parallel load balancer.
 
-    plugin -> guards -> hooks -> process -> policy -> decisions
-                          |         |
-                          mover     +----> tap; common: start, store_process, planning, fsck
+    entry -> hooks -> process -> policy -> decisions
+               |         |
+               mover     +----> tap; common: start, store_process, planning, fsck
 
-``plugin.register`` is the entry point of the group ``vllm.general_plugins``. vLLM itself is
+``entry.register`` is the entry point of the group ``vllm.general_plugins``. vLLM itself is
 imported inside functions alone, so this package can be read, checked and tested without it.
 """

@@ -55,18 +55,10 @@ def test_store_that_does_not_answer_is_refused(tmp_path: Path) -> None:
     assert "word" not in "".join(found.values())
 
 
-@pytest.mark.parametrize(
-    "option", ["--distributed-executor-backend ray", "--data-parallel-backend=ray"]
-)
-def test_processes_of_ray_need_the_name_of_the_file(
-    option: str, store: str, tmp_path: Path
-) -> None:
-    copied = {"VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "PATH,EPLB_CONFIG"}
-    command = f"{COMMAND} {option}"
+def test_command_is_refused_where_vllm_cannot_read_it(store: str, tmp_path: Path) -> None:
+    found = findings(store, tmp_path, "vllm serve MODEL --enable-ebpl")["vllm"]
 
-    assert "EPLB_CONFIG among them" in findings(store, tmp_path, command)["ray"]
-    assert "ray" not in findings(store, tmp_path, command, **copied)
-    assert "ray" not in findings(store, tmp_path)
+    assert "its command and its release are not checked; the environment of the engine" in found
 
 
 def test_libraries_that_are_installed_are_not_named(store: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
 
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.vllm import plugin
+from rebalance.engines.vllm import entry
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines.gauge import value_of
@@ -36,12 +36,12 @@ def refusal(
     """Load the plug-in, check that nothing of vLLM was changed, and return what was logged."""
     file = tmp_path / "eplb.toml"
     file.write_text("[deployment]\nname = 'prod'\n", encoding="utf-8")
-    monkeypatch.setattr(plugin, "_loaded", [])
+    monkeypatch.setattr(entry, "_loaded", [])
 
     def check() -> str:
         before = [getattr(owner, name, None) for owner, name in WRAPPED]
         policies = dict(policy.EPLB_POLICIES)
-        assert not plugin.load({"EPLB_CONFIG": str(file)})
+        assert not entry.load({"EPLB_CONFIG": str(file)})
         assert [getattr(owner, name, None) for owner, name in WRAPPED] == before
         assert policies == policy.EPLB_POLICIES
         assert value_of("vllm", "plugin") == 0.0

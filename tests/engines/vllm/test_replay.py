@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router import routing_simulator_router as simulator
 
-from rebalance.engines.vllm import plugin
+from rebalance.engines.vllm import entry
 from rebalance.engines.vllm.replay import register_replay
 
 LAYERS, EXPERTS, TOP_K, ROWS = 3, 16, 2, 512
@@ -44,7 +44,7 @@ def router() -> Any:
 
 
 def test_each_router_of_vllm_replays_its_layer_of_the_trace(trace: Any) -> None:
-    plugin.register()
+    entry.register()
 
     hidden, logits = torch.zeros((ROWS, 8)), torch.zeros((ROWS, EXPERTS))
     for counts in trace:  # routers are built in the order of their layers
@@ -57,7 +57,7 @@ def test_each_router_of_vllm_replays_its_layer_of_the_trace(trace: Any) -> None:
 
 def test_other_strategies_of_vllm_stay_as_they_are(trace: Any) -> None:
     own = simulator.RoutingSimulator.get_strategy("uniform_random")
-    plugin.register()
+    entry.register()
 
     assert simulator.RoutingSimulator.get_strategy("uniform_random") is own
 
@@ -66,7 +66,7 @@ def test_trace_that_cannot_be_read_leaves_the_strategy_unknown_to_vllm(
     trace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("EPLB_REPLAY", str(tmp_path / "gone.npy"))
-    plugin.register()
+    entry.register()
 
     assert "no trace is replayed" in caplog.text
     assert "gone.npy does not exist" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from api.config.tree import Settings
 from eplb.errors import ConfigError
 from rebalance.engines.common.plugin_settings import PluginSettings, settings_of
-from rebalance.engines.vllm.plugin import load
+from rebalance.engines.vllm.entry import load
 from tests.support.documents import files_of
 from tests.support.repository import ROOT
 
@@ -91,7 +91,7 @@ def test_settings_of_the_commands_are_no_misspelt_ones(tmp_path: Path) -> None:
 
 LOADS = """
 import os, sys
-from rebalance.engines.vllm.plugin import register
+from rebalance.engines.vllm.entry import register
 register()
 """
 

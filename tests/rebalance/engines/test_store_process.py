@@ -130,6 +130,18 @@ def test_sample_that_the_device_has_not_copied_waits_and_holds_nothing_up(
         assert steps_of(store) == [0, 1]
 
 
+def test_rank_of_an_engine_reports_itself_so_that_it_is_not_silent(
+    url: str, process: StoreProcess
+) -> None:
+    process.add(counted(5))
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: any(one.step == 5 for one in store.rank_states(INFO.run)))
+        (found,) = store.rank_states(INFO.run)
+
+    assert (found.rank, found.generation, found.sequence) == (0, 7, 1)
+    assert found.report_every_s > 0
+
+
 def test_part_that_is_off_is_reported_by_its_rank(url: str, process: StoreProcess) -> None:
     set_part("vllm", "mover", is_on=False)
     with closing(open_store(url, DEPLOYMENT)) as store:
