@@ -49,7 +49,9 @@ class Frontier(NamedTuple):
 
     def at(self, places: IntArray) -> Frontier:
         """The segments in these places, in this order."""
-        return Frontier(*(part[places] for part in self))
+        return Frontier(
+            self.layer[places], self.steps[places], self.moves[places], self.score[places]
+        )
 
 
 def best_improved(problem: Problem) -> tuple[IntArray, BalanceCurve]:
