@@ -32,12 +32,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.cost import CostModel, Decision
+from eplb.core.cost import CostModel, Decision, Objective
 from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement, changed_slots
-from eplb.core.problem import Budget, Objective, Problem, Record
+from eplb.core.problem import Budget, Problem, Record
 from eplb.core.topology import Topology
 from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.measure import live_shares

@@ -104,8 +104,12 @@ class Audit:
         Raises:
             AuditError: it cannot be written; nothing was added.
         """
-        texts = {"reason": entry.reason, "action": entry.action, "detail": entry.detail}
-        entry = replace(entry, **{name: text[:MOST_TEXT] for name, text in texts.items()})
+        entry = replace(
+            entry,
+            reason=entry.reason[:MOST_TEXT],
+            action=entry.action[:MOST_TEXT],
+            detail=entry.detail[:MOST_TEXT],
+        )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a+b", opener=private) as file:

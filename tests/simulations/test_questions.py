@@ -57,7 +57,7 @@ def test_loss_that_leaves_too_few_slots_cannot_be_repaired() -> None:
 
     # 6 slots are left for 8 experts.
     assert node.repaired_imbalance is None
-    assert "cannot be repaired: 6 slots" in node.sentence()
+    assert "cannot be repaired: found 6 slots" in node.sentence()
 
 
 def test_one_rank_has_no_failure_to_survive() -> None:

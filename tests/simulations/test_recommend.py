@@ -312,8 +312,8 @@ def test_engine_adds_its_own_balancer_and_gets_its_own_options() -> None:
 def test_plans_for_time_are_labelled_in_table_and_json() -> None:
     words = ("--model", "deepseek-v2-lite", "--ranks", "8", "--policy", "none,auto")
     load = "generated:v2-lite:windows=3,tokens=200"
-    timed = command("simulate", load, *words, "--hardware", "h200", "--steps", "1", "--json")
-    shown = command("simulate", load, *words, "--hardware", "h200", "--steps", "1")
+    timed = command("simulate", load, *words, "--hardware", "h200", "--steps", "2", "--json")
+    shown = command("simulate", load, *words, "--hardware", "h200", "--steps", "2")
 
     policies = json.loads(timed.stdout)["policies"]
     assert [policies[name]["objective"] for name in ("none", "auto")] == ["", "time"]

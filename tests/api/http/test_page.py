@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -144,11 +145,11 @@ class Unsure(MemoryBackend):
     fails = False
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
+    def _read(self) -> Iterator[sqlite3.Connection]:
         if self.fails:
             raise StoreError("the store is away")
-        with super()._use():
-            yield
+        with super()._read() as connection:
+            yield connection
 
 
 @pytest.mark.parametrize("fails_at_start", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -400,12 +401,12 @@ class Unsure(MemoryBackend):
         self.answers.set()
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
+    def _read(self) -> Iterator[sqlite3.Connection]:
         self.answers.wait()
         if self.fails:
             raise StoreError("does not answer")
-        with super()._use():
-            yield
+        with super()._read() as connection:
+            yield connection
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_groups_are_kept_exactly_when_asked() -> None:
         ({"pinned": dict.fromkeys(range(4), (0,))}, ConfigError, "pins 4 experts to rank 0"),
         ({"min_domains": dict.fromkeys(range(6), 3)}, PlacementError, "ask for 18 replicas"),
         ({"slots": np.full((1, 4), 4)}, ConfigError, r"4 slots of rank 0, expected 0\.\.3"),
-        ({"slots": np.full((1, 4), 1)}, PlacementError, "4 slots .* layer 0 .* 6 experts"),
+        ({"slots": np.full((1, 4), 1)}, PlacementError, "layer 0: found 4 slots .* 6 experts"),
         ({"slots": np.full((2, 4), 3)}, ConfigError, "slots has shape"),
         ({"keep_groups": True}, ConfigError, "keep_groups asks for 1 expert groups"),
     ],

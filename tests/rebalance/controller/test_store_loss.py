@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -192,11 +191,11 @@ class ForgetfulStore(QuickStore):
     """A store that can go back to what it remembered, and gives no id out again."""
 
     def remember(self) -> None:
-        self._kept = copy.deepcopy((self.backend._tables, self.backend._orders))
+        self._kept = self.backend._database.serialize()
 
     def go_back(self) -> None:
         with self.backend._changed:
-            self.backend._tables, self.backend._orders = self._kept
+            self.backend._database.deserialize(self._kept)
         self.backend.decide("ids", lambda c: c.give_out("plan_id", c.last("plan_id") + 1000))
 
 
