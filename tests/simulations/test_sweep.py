@@ -333,7 +333,7 @@ def test_results_of_another_schema_version_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{part} has schema version 99, expected 2"):
         swept(tmp_path)
     parquet.write_table(table.replace_schema_metadata(None), part)
-    with pytest.raises(ConfigError, match="has schema version none, expected 1"):
+    with pytest.raises(ConfigError, match="has schema version none, expected 2"):
         swept(tmp_path)
 
 
