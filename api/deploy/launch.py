@@ -213,7 +213,8 @@ def prepare_store(
             placement = placement_of_members(store, launch, placement, members)
         if died:
             message = f"{died}; restarting the ranks of host {launch.host}"
-            store.add_event("error", {"where": "ranks", "message": message})
+            detail = {"where": "ranks", "message": message, "others_serve": joins}
+            store.add_event("error", detail)
     where = launch.deployment.store_shown
     did = f"{did}, generation {placement.generation}, in {where}"
     return Prepared(placement.generation, did, members, joins)

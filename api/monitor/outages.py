@@ -4,6 +4,7 @@ Every view and metric counts from here. An outage lasts from the last token befo
 token after it, by the times of the samples that counted them:
 
     restart   the ranks were started again in between, however soon
+    regroup   ranks died, and the others went on as another group
     stall     no step was completed for longer than the verdict allows, without a restart
 
 A sample is dated when its last step is over. Its first token came earlier, by as long as its other
@@ -22,6 +23,7 @@ from telemetry.state.events import RESTART, STOPPED, Event, Outage, outage_of
 
 KEPT_DEATHS = 1000
 RESTARTED = "the ranks were started again"
+REGROUPED = "the ranks went on as another group"
 STALLED = "no step was completed"
 
 
@@ -50,6 +52,7 @@ class OutageLog:
     def note_event(self, event: Event) -> None:
         """Note a death, or an outage that some service has recorded."""
         is_end = event.kind == "error" and event.detail.get("where") == "ranks"
+        is_end = is_end and not event.detail.get("others_serve")
         if event.kind == RESTART:
             lost = ", ".join(map(str, event.detail["lost"])) or "none"
             text = f"ranks lost: {lost}; all ranks start again: {event.detail['reason']}"
@@ -85,7 +88,8 @@ class OutageLog:
             # A planned change of the ranks is one step longer than others.
             has_died = self.death is not None and self.death.time >= self.token_time
             if self._is_start or has_died or first_token - self.token_time > limit_s:
-                self._note(self.token_time, first_token, RESTARTED)
+                why = RESTARTED if self._is_start else REGROUPED
+                self._note(self.token_time, first_token, why)
         # Samples that were lost leave a gap in the sequences, and prove nothing.
         elif before is not None and sample.sequence == before.sequence + 1:
             if sample.time - before.time > limit_s:

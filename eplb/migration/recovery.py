@@ -193,7 +193,7 @@ def _reachable(
 
 
 def _reason(dead: Collection[int], unresponsive: Collection[int]) -> str:
-    found = [f"{named_ranks(sorted(dead))} died"] if dead else []
+    found = [f"{named_ranks(sorted(dead))} died or cannot be reached"] if dead else []
     if unresponsive:
         found.append(f"{named_ranks(sorted(unresponsive))} sent no report in time")
     return ", ".join(found) or "the group broke, but every rank is alive"

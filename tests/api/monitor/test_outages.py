@@ -156,7 +156,23 @@ def test_planned_change_of_the_ranks_is_no_outage_and_no_stop_unless_it_is_long(
     serve(store, "a-member2", range(3), START + 80)
     clock.now = START + 83
     looked(monitor)
-    assert outages(store) == [(20, 80, 60.0, "the ranks were started again")]
+    assert outages(store) == [(20, 80, 60.0, "the ranks went on as another group")]
+
+
+def test_launcher_that_starts_ranks_again_beside_others_that_serve_is_no_stop(
+    store: StateStore, clock: StoreClock
+) -> None:
+    monitor = monitor_of(store, clock)
+    serve(store, "a", range(10), START)
+    clock.now = START + 10
+    detail = {"where": "ranks", "message": KILLED, "others_serve": True}
+    store.add_event("error", detail)
+    clock.now = START + 11
+    assert "no-tokens" not in {one.kind for one in looked(monitor).findings}
+
+    store.add_event("error", detail | {"others_serve": False})
+    clock.now = START + 12
+    assert "no-tokens" in {one.kind for one in looked(monitor).findings}
 
 
 def test_outages_are_on_record_once_for_all_services_and_after_restarts(

@@ -286,7 +286,7 @@ def check_survivors(store: StateStore, results: list[Any], victim: int) -> None:
     assert record is not None
     assert committed is not None
     assert record.survivors == tuple(survivors)
-    assert record.reason == f"rank {victim} died"
+    assert record.reason == f"rank {victim} died or cannot be reached"
     placement = committed.placement
     assert placement.generation == record.generation
     for rank in survivors:
