@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import takewhile
 from math import inf
 
-from api.monitor.state import GONE, Grade, Leadership, RankView, Reading, State, Symptom
+from api.monitor.state import GONE, Death, Grade, Leadership, RankView, Reading, State, Symptom
 from api.processes.supervision import ProcessState
 from eplb.core.model import named_ranks, spans
 from eplb.errors import counted
@@ -142,9 +142,8 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
     if state.run is None:
         yield Symptom("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
-        end = state.death
         # Ranks that were stopped on purpose are silent, and that is all right.
-        is_over = end is not None and end.is_planned and end.time > (state.started or 0.0)
+        is_over = (end := _end(state)) is not None and end.is_planned
         yield from () if is_over else _ranks(state)
         yield from _tokens(seen)
         yield from () if is_over else _progress(state)
@@ -167,6 +166,15 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
     yield from _disk(state)
     yield from _unbalanced(seen)
     yield from _failures(seen)
+
+
+def _end(state: State) -> Death | None:
+    """The latest end of ranks; a planned one is of one host: it counts once no member serves."""
+    end = state.death
+    if end is None or not end.is_planned:
+        return end
+    is_over = all(view.has_ended or not view.is_alive for view in state.members)
+    return end if is_over and end.time > (state.started or 0.0) else None
 
 
 def _disk(state: State) -> Iterator[Symptom]:
@@ -252,7 +260,7 @@ def _tokens(seen: Reading) -> Iterator[Symptom]:
     state, every_s = seen.state, seen.state.sample_every_s
     limit_s = tokens_due_s(every_s)
     last, begun = state.token_time or 0.0, state.started or 0.0
-    death = state.death if state.death is not None and state.death.time > last else None
+    death = end if (end := _end(state)) is not None and end.time > last else None
     is_new = begun > max(last, death.time if death else 0.0)  # started again, and no token since
     # Steps just after the last token are those that its sample did not count yet.
     step_age_s = inf if state.step_age_s is None else state.step_age_s

@@ -40,6 +40,8 @@ NOT_SETTINGS = frozenset(
         "EPLB_KEY",  # read by api/cli/admin/client.py
         "EPLB_SERVICE",  # read by the commands that ask a service
         "EPLB_HALT_FILE",  # set by `eplb launch`, read by rebalance/assembly/places.py
+        "EPLB_MEMBERS",  # set by `eplb launch`, read by rebalance/assembly/places.py
+        "EPLB_JOINS",  # the same
         "EPLB_RANK_FILE",  # set by `eplb launch`, read by rebalance/assembly/description.py
         "EPLB_REPLAY",  # a trace of routing, read by rebalance/engines/vllm/replay.py
         "EPLB_REPLAY_PASSES",

@@ -70,7 +70,11 @@ class MemoryBackend(SqliteBackend):
     def _read(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self.check_open()
-            yield self._database
+            try:
+                yield self._database
+            except sqlite3.Error as exc:
+                text = f"the memory store of {self.deployment!r} refused a change: {exc}"
+                raise StoreError(text) from exc
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:

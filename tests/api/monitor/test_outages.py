@@ -11,6 +11,7 @@ from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.state import Grade, Reading
 from telemetry.state.events import STOPPED, Outage, outage_of
+from telemetry.state.runs import HAS_ENDED
 from telemetry.state.store import StateStore
 from tests.support.rank_reports import rank_report
 from tests.support.stores import MemoryStore, StoreClock
@@ -43,10 +44,14 @@ def test_stop_on_purpose_is_the_cause_of_the_outage_and_no_anomaly(
     clock.now = START + 5
     store.add_event(STOPPED, {"host": 0, "message": why})
     clock.now = START + 10
+    one_host = looked(monitor).state  # ranks of another host go on
+    for rank in range(2):
+        store.report(rank_report("a", rank, time=START + 5, step=2, **{HAS_ENDED: True}))
     state = looked(monitor).state
     begin_run(store, "b", clock.now)
     serve(store, "b", range(1), clock.now)
 
+    assert one_host.verdict is not Grade.STOPPED
     assert (state.verdict, state.death and state.death.is_planned) == (Grade.STOPPED, True)
     assert looked(monitor).counts.total("anomalies", "rank_death") == 0
     assert [reason for *_, reason in outages(store)] == [why]
