@@ -5,7 +5,8 @@
     launcher of host 1 -- ranks 4..7 --+
 
 Launchers do not communicate. When a rank dies, the ranks of all hosts end (BrokenGroup), each
-launcher starts its own again, and they meet anew. Started by torchrun, once for each rank, the
+launcher starts its own again, and they meet anew; with ``agent.serve_on`` the others serve on, and
+only the dead rank is started, to join them. Started by torchrun, once for each rank, the
 command takes that rank's place and becomes CMD.
 
 ``--module`` imports a Python program once and forks the ranks: an import of torch takes a second of
