@@ -340,19 +340,11 @@ class Recommendation:
                     "times of experts; benchmarks/expert_curve.py measures them on the GPU that "
                     "serves, for --expert-times"
                 )
-            before, after = nothing[0].parts_us, best.parts_us
-            links_ms = (before[0] + before[2] - after[0] - after[2]) / 1000
             lines.append(
-                "measured, on windows that no plan had seen: imbalance "
+                "replayed, on windows that no plan had seen: imbalance "
                 f"{nothing[0].imbalance:.3f} -> {best.imbalance:.3f}"
             )
-            lines.append(
-                f"assumed, by the model of times: a step takes {best.step_us / 1000:.2f} ms, "
-                f"{nothing[0].step_us / 1000:.2f} ms without; experts save "
-                f"{(before[1] - after[1]) / 1000:.2f} ms, and dispatch and combine "
-                f"{links_ms:.2f} ms, which was never measured under imbalance; moves take "
-                f"{best.lost_part:.2%} of the time"
-            )
+            lines.append(_assumed(best, nothing[0]))
         lines.append(_parts_of(best))
         lines.append(
             f"batch: {best.sequences} {self.question.unit} a rank, limited by {best.limited_by}; "
@@ -432,6 +424,25 @@ class Recommendation:
 
 def _error_of(one: Candidate) -> str:
     return "" if one.error is None else f" (error of times at these rows: {one.error:.1%})"
+
+
+def _assumed(best: Candidate, nothing: Candidate) -> str:
+    """What the model of times makes of the imbalance; parts compare at the same batch alone."""
+    text = f"assumed, by the model of times: a step takes {best.step_us / 1000:.2f} ms"
+    if best.sequences != nothing.sequences:
+        text += (
+            f" with {best.sequences} sequences a rank, {nothing.step_us / 1000:.2f} ms with "
+            f"{nothing.sequences} without balancing"
+        )
+    else:
+        before, after = nothing.parts_us, best.parts_us
+        links_ms = (before[0] + before[2] - after[0] - after[2]) / 1000
+        text += (
+            f", {nothing.step_us / 1000:.2f} ms without; experts save "
+            f"{(before[1] - after[1]) / 1000:.2f} ms, and dispatch and combine {links_ms:.2f} ms, "
+            "which was never measured under imbalance"
+        )
+    return f"{text}; moves take {best.lost_part:.2%} of the time"
 
 
 def _parts_of(one: Candidate) -> str:

@@ -219,8 +219,8 @@ def _last_problem(ended: Sequence[Anomaly], now: float) -> str:
     last = max(known, key=lambda one: one.until or 0.0, default=None)
     if last is None or last.until is None or now - last.until > LAST_PROBLEM_S:
         return ""
-    end = f", for {last.until - last.since:.0f} s" if last.until > last.since else ""
-    return f"last problem at {at(last.since)}{end}, over now: {last.text}"
+    end = f", over after {last.until - last.since:.0f} s" if last.until > last.since else ""
+    return f"last problem at {at(last.since)}{end}: {last.text}"
 
 
 def _all_of(state: State, where: str) -> Iterator[str]:

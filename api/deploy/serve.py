@@ -127,7 +127,7 @@ def serve(deployment: Deployment, controller: Sequence[str], say: Callable[[str]
                 if not one.is_alive:
                     raise ConfigError(f"the HTTP service on {one.url} exited unexpectedly")
             notifier.alive()
-    say(f"eplb serve: ended by {stop.name}; ranks serve on")
+    say(f"eplb serve: ended by {stop.name}; ranks do not depend on it")
 
 
 def _joined(deployment: Deployment) -> StateStore:

@@ -22,7 +22,7 @@ from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape, preset
 from eplb.core.placement import Placement
-from eplb.errors import ConfigError, counted
+from eplb.errors import ConfigError
 from simulations.pages.document import ReportPage, graph_objects
 from simulations.peers.engines import ENGINES
 from simulations.step_time import HARDWARE
@@ -206,9 +206,7 @@ def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Ite
     what is refused stays one sentence, and one at the end of each replay.
     """
     total = None if load.num_windows is None else num_replays * load.num_windows
-    begin, at_most, is_logged = monotonic(), "", not sys.stderr.isatty()
-    if num_replays > 1:
-        at_most = f" of at most {num_replays}"
+    begin, is_logged = monotonic(), not sys.stderr.isatty()
     with progress("windows", total, is_shown=is_shown) as advance:
         numbers, replays = count(1), count(1)
 
@@ -219,11 +217,10 @@ def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Ite
                 advance(number)
                 if is_logged and number == 1:
                     size = f"{load.num_windows or 'all'} windows, {load.num_layers} layers"
-                    what = f"{counted(num_replays, 'replay')}{' at most' if at_most else ''}"
-                    typer.echo(f"{what} of {size} x {load.num_experts} experts", err=True)
+                    typer.echo(f"replays of {size} x {load.num_experts} experts", err=True)
             if is_logged:
                 seconds = f"{monotonic() - begin:.0f} s"
-                typer.echo(f"replay {next(replays)}{at_most} done after {seconds}", err=True)
+                typer.echo(f"replay {next(replays)} done after {seconds}", err=True)
 
         yield replace(load, read=read)
 

@@ -82,7 +82,7 @@ def test_status_has_the_last_problem_of_a_day(tmp_path: Path, store: StateStore)
 
     status, shown = run(tmp_path)
 
-    line = r"last problem at \d{4}-.*Z, over now: a sample of rank 1 was refused"
+    line = r"last problem at \d{4}-.*Z: a sample of rank 1 was refused"
     assert (status, bool(re.search(line, shown))) == (0, True), shown
 
 
