@@ -138,7 +138,8 @@ class Hosts:
         if is_of_page:
             self.ran.add(line)
         has_more = ">" in line or "|" in line
-        script = self._prepared + (line if has_more else f"exec {line}")
+        # The folder by its name: as inherited it is of the mounts outside of the host.
+        script = f'cd "$PWD"\n{self._prepared}' + (line if has_more else f"exec {line}")
         shell = ["bash", "-euc", script]
         if self._has_names:
             shell[-1] = f"mount --bind names /etc/hosts\n{script}"
@@ -154,7 +155,7 @@ class Hosts:
 
     def succeed(self, host: int, line: str, *, is_of_page: bool = True) -> list[str]:
         status, lines = self.run(host, line, is_of_page=is_of_page)
-        assert status == 0, lines
+        assert status == 0, "\n".join(lines)
         return lines
 
 
@@ -179,12 +180,15 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
-def wrong_of(launches: list[CommandProcess], num_ranks: int) -> int:
-    """Comparisons that differed, of ranks that have all ended and compared."""
+def wrong_of(launches: list[CommandProcess], num_ranks: int, num_compared: int = 0) -> int:
+    """Comparisons that differed, of ranks that have all ended; the first have compared, or all."""
     printed = "".join(line for one in launches for line in one.lines)  # two may share a line
     ended = re.findall(r"rank (\d) ended, (\d+) of (\d+) wrong", printed)
     assert sorted(rank for rank, *_ in ended) == [str(rank) for rank in range(num_ranks)], printed
-    assert all(int(checked) > 0 for *_, checked in ended), ended
+    compared = [
+        int(checked) for rank, _, checked in ended if int(rank) < (num_compared or num_ranks)
+    ]
+    assert all(compared), ended
     return sum(int(wrong) for _, wrong, _ in ended)
 
 
@@ -261,7 +265,8 @@ def test_page_of_several_hosts_runs_as_printed_on_two_hosts(hosts: Hosts) -> Non
 
     assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
     assert launches[0].ends() == 0, launches[0].lines
-    assert wrong_of(launches, 4) <= 1, launches[0].lines
+    # Ranks 2 and 3 may have joined just now, with no pass that is compared.
+    assert wrong_of(launches, 4, num_compared=2) <= 1, launches[0].lines
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
     assert hosts.ran == set(commands_of(HOSTS_PAGE))
@@ -285,7 +290,8 @@ def test_hosts_of_the_page_serve_on_while_its_cable_is_cut(hosts: Hosts) -> None
 
     assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
     assert launches[0].ends() == 0, launches[0].lines
-    assert wrong_of(launches, 4) <= 1, launches[0].lines
+    # Ranks 2 and 3 may have joined just now, with no pass that is compared.
+    assert wrong_of(launches, 4, num_compared=2) <= 1, launches[0].lines
 
 
 def ranks_of(launch: CommandProcess) -> list[int]:
@@ -339,7 +345,8 @@ def test_hosts_that_the_configuration_names_serve_and_move(hosts: Hosts) -> None
 
     assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
     assert launches[0].ends() == 0, launches[0].lines
-    assert wrong_of(launches, 4) <= 1, launches[0].lines
+    # Ranks 2 and 3 may have joined just now, with no pass that is compared.
+    assert wrong_of(launches, 4, num_compared=2) <= 1, launches[0].lines
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
 
