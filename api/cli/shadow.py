@@ -281,7 +281,7 @@ def shadow(
     ] = 0,
     windows_per_file: Annotated[
         int, typer.Option(min=1, max=4096, help="Most windows that a file becomes.")
-    ] = 24,  # 20 judged windows gave a verdict in 8 of 8 recorded series, 8 in 0 of 32
+    ] = 24,  # overlapping parts of one recording: 20 judged windows told in 8 of 8, 8 in 0 of 32
     window_steps: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Lines of a .jsonl in a window.")
     ] = 100,
