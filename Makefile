@@ -14,8 +14,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
 
-# As many workers as there are cores, file by file: a file's tests share what they start.
-PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+# As many workers as there are cores, file by file: a file's tests share what they start. A worker
+# that a hung test ends is not replaced: its replacement would run that test again, for ever.
+PYTEST := $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Every decision, every contract, and one whole journey, on what pip brings.
 test: $(VENV)/.dev

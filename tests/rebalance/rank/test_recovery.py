@@ -218,12 +218,15 @@ class Group(AgentGroup):
         return migration
 
     def recover(
-        self, ranks: list[int], clock: Callable[[], float] = time.monotonic
+        self,
+        ranks: list[int],
+        clock: Callable[[], float] = time.monotonic,
+        deadlines: Deadlines = FAR_OFF,
     ) -> list[Recovery | str]:
         def one(rank: int) -> Recovery | str:
             agent = self.agents[rank]
             try:
-                return recover(agent, self.store, deadlines=FAR_OFF, clock=clock)
+                return recover(agent, self.store, deadlines=deadlines, clock=clock)
             except RankError as exc:
                 return str(exc)
 
@@ -342,11 +345,17 @@ def test_no_step_follows_a_recovery(group: Group) -> None:
 def test_rank_without_a_report_counts_as_dead_and_gets_an_error(group: Group) -> None:
     group.votes.kill(3)
 
-    def clock() -> float:
-        """Time that stands still until both live ranks have reported."""
-        return NEVER_S * (len(group.store.survivor_reports("run", 0)) == 2)
+    readings = itertools.count()
 
-    records = group.recover([0, 1], clock)
+    def clock() -> float:
+        """Time that stands still until both live ranks have reported; then each reading is later.
+
+        A rank may first read it only then.
+        """
+        return NEVER_S * next(readings) if len(group.store.survivor_reports("run", 0)) == 2 else 0.0
+
+    # No reading reaches the deadline of the other steps.
+    records = group.recover([0, 1], clock, replace(FAR_OFF, store_s=1_000_000 * NEVER_S))
     late = group.recover([2])
 
     assert isinstance(records[0], Recovery)
