@@ -27,7 +27,6 @@ from eplb.migration.resize import taken_over
 from eplb.migration.serialisation import model_to_dict, topology_from_dict, topology_to_dict
 from eplb.migration.spares import compact
 from eplb.planner import plan as make_plan
-from eplb.versions import RANKS
 from rebalance.controller.plans.planner_request import (
     read_cordons,
     read_pins,
@@ -36,7 +35,7 @@ from rebalance.controller.plans.planner_request import (
 )
 from rebalance.weights.link.secret import Secret
 from telemetry.state.events import Event
-from telemetry.state.joining import serving
+from telemetry.state.joining import serving_ranks
 from telemetry.state.live import LiveState, Value
 from telemetry.state.runs import Details, RunInfo
 from telemetry.state.store import StateStore
@@ -129,7 +128,7 @@ def _resize(
     is_same = np.array_equal(before.slots_of_rank, now.slots_of_rank) or not has_served
     if is_same and not misfit(placement, deployment):
         return placement, ""
-    if any(one.component == RANKS for one in serving(store, clock())):
+    if serving_ranks(store, clock()):
         raise StoreError(
             f"store: {_shown(before)} of deployment {deployment.name!r} still serve, expected "
             f"none before its placement is taken over for {_shown(now)}"

@@ -46,7 +46,7 @@ from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE
 from telemetry.state.events import STOPPED, WAITING
-from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving
+from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving_ranks
 from telemetry.state.store import StateStore
 
 PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
@@ -228,7 +228,7 @@ def ranks_to_start(store: StateStore, launch: Launch) -> tuple[tuple[int, ...], 
     if run is None or not launch.deployment.description().config.serve_on:
         return wanted, False
     alive = topology_from_dict(dict(run.topology)).alive
-    is_served = any(one.component == RANKS for one in serving(store, store.backend.now()))
+    is_served = bool(serving_ranks(store, store.backend.now()))
     return wanted, is_served and not alive[launch.ranks].any()
 
 
@@ -401,8 +401,10 @@ class Rejoins:
         now = time.monotonic()
         absent = ranks.absent(self._launch.ranks)
         for rank in absent - self._due.keys():
-            ran_s = now - self._started.get(rank, 0.0)
-            self._due[rank] = now + self._restarts[rank].next_delay_s(ran_s)
+            self._due[rank] = now
+            if not ranks.left_as_planned(rank):
+                ran_s = now - self._started.get(rank, 0.0)
+                self._due[rank] += self._restarts[rank].next_delay_s(ran_s)
         self._due = {rank: at for rank, at in self._due.items() if rank in absent}
         if now < self._look_at or min(self._due.values(), default=now + 1.0) > now:
             return []

@@ -192,6 +192,11 @@ class LocalRanks:
         ended = self._processes.keys() - running - (self._lost if self._serves_on else set())
         return frozenset(ranks) - running - ended if is_serving else frozenset()
 
+    def left_as_planned(self, rank: int) -> bool:
+        """Whether an absent rank was not started here, or left its loop and ended well."""
+        process = self._processes.get(rank)
+        return process is None or (rank in self._halted and process.poll() == 0)
+
     def wait(
         self,
         stop: StopSignals,

@@ -134,9 +134,11 @@ def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
     return replace(found, target=placement.with_generation(found.target.generation))
 
 
-def counts_its_own_steps(rank: int, groups: Any, target: str, refusal: str, steps: int) -> int:
+def counts_its_own_steps(
+    rank: int, groups: Any, target: str, refusal: str, steps: int, weights_version: int
+) -> int:
     """Numbers its next pass without the others."""
-    agreed(rank, groups, target, refusal, steps)
+    agreed(rank, groups, target, refusal, steps, weights_version)
     return steps
 
 

@@ -347,7 +347,7 @@ class PlannedSchedule(MembershipSchedule):
                 ("MappedSlots", lambda rank, bank, topology: (rank, topology)),
                 ("WeightSources", self._next_sources),
                 ("prove_weights", self._prove),
-                ("serving", lambda *_: [one for one in self.ranks if one.life in SERVED]),
+                ("serving_ranks", lambda *_: [one for one in self.ranks if one.life in SERVED]),
                 ("Thread", partial(Forming, self)),
                 ("time", SimpleNamespace(monotonic=lambda: self.now)),
             ):

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Thread
+from traceback import clear_frames
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ from rebalance.assembly.survivors import (
     set_deadlines,
     together,
 )
-from rebalance.recovery import RETRY_S, NewGroups, StoreRendezvous, rejoin
+from rebalance.recovery import RETRY_S, NewGroups, StoreRendezvous, let_go, rejoin
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.sources import HOST, MappedSlots, WeightSources, map_peers
@@ -57,11 +58,12 @@ from runtime.group import await_exchange, gathered
 from runtime.memory import digest
 from telemetry.state.events import REGROUPED
 from telemetry.state.groups import GroupProposal, Joiner
-from telemetry.state.joining import serving
+from telemetry.state.joining import serving_ranks
 from telemetry.state.store import StateStore
 
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
 OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer
+UNSERVED_S = 5.0  # for which no rank serves: those of a group that begins have not reported yet
 GATHER_S = 2.0  # for which those that are ready wait for further ranks that should serve
 AGAIN_S, MOST_AGAIN_S = 2.0, 30.0  # from a proposal that failed to the next: doubled each time
 MAX_TRIES = 5  # to form a group, after which the operation that wants it has failed
@@ -252,7 +254,8 @@ class NextGroup:
             # Each process of a rank that comes and goes makes the proposal before impossible.
             if tries > 1 and age_s < pause_s(tries - 1):
                 return
-        if tries >= MAX_TRIES and operation is not None and not operation.ended:
+        changing = following ^ members
+        if tries >= MAX_TRIES and operation is not None and operation.is_about(changing):
             why = f"{tries} times in a row ranks {sorted(following)} formed no group: {self._why}"
             store.end_membership_change(operation.id, "failed", why=why)
             return
@@ -334,6 +337,10 @@ def form(
         gathered("formed", groups.control, check)
     except BaseException as exc:
         groups.votes.close(is_failure=True)
+        clear_frames(exc.__traceback__)  # which refer to the groups
+        void: list[object] = [groups]
+        del groups
+        let_go(void)
         if isinstance(exc, RuntimeError) and not isinstance(exc, EplbError):
             raise NotChanged(f"rank {rank}: a rank of the next group died: {exc}") from exc
         raise
@@ -377,6 +384,16 @@ def change_group(
         NotChanged: nothing was changed, and the old group may agree.
         EplbError: as ``serve_on``.
     """
+    try:
+        return _changed(built, place, formed, steps, stages)
+    except BaseException:
+        formed.close()  # the others must not wait for this rank
+        raise
+
+
+def _changed(
+    built: BuiltRank, place: RankPlace, formed: Formed, steps: int, stages: Stages
+) -> tuple[BuiltRank, RankPlace, int]:
     old, rank, proposal = built.agent, place.rank, formed.proposal
     groups, members = formed.groups, place.topology.alive
     joiners = sorted(map(int, proposal.joiners))
@@ -391,7 +408,8 @@ def change_group(
     stages.end("map")
     try:
         target = survival.target.hash if survival is not None else ""
-        step = agreed(rank, groups, target, refusal, steps)
+        # Weights may have been updated since the groups were formed.
+        step = agreed(rank, groups, target, refusal, steps, old.shared.state.weights_version)
     except RankError as exc:
         raise NotChanged(str(exc)) from exc
     stages.end("agree")
@@ -461,6 +479,7 @@ def be_admitted(
     rank, store = place.rank, built.store
     mine = Joiner(rank, attend(()).host, secrets.token_hex(8))
     seen, offer = 0, Deadline.after(0.0, time.monotonic)
+    unserved = Deadline.after(UNSERVED_S, time.monotonic)
     try:
         while not built.agent.voting.wants_halt:
             version = store.version()
@@ -469,7 +488,9 @@ def be_admitted(
                 if wanted is not None and rank not in wanted:
                     log.info("rank %d is not wanted any more", rank)
                     return None
-                if not serving(store, store.backend.now()):
+                if serving_ranks(store, store.backend.now()):
+                    unserved = Deadline.after(UNSERVED_S, time.monotonic)
+                elif unserved.has_passed:
                     raise RankError(f"rank {rank} cannot join: found no rank that serves")
                 store.offer_to_join(mine)
                 offer = Deadline.after(OFFER_EVERY_S, time.monotonic)
@@ -496,16 +517,17 @@ def _admission(
         if found is None or found.id != proposal.id or built.agent.voting.wants_halt:
             raise NotChanged(f"proposal {proposal.id} of a group is void")
 
-    formed = None
+    formed: Formed | None = None
     try:
         formed = form(built, place, attend, proposal, check, None)
         stages.end("group")
         return change_group(built, place, formed, 0, stages)
     except NotChanged as exc:
         log.warning("rank %d: proposal %d: %s", place.rank, proposal.id, exc)
-        if formed is not None:
-            formed.close()
-        return None
+    void: list[object] = [formed]
+    formed = None
+    let_go(void)
+    return None
 
 
 def await_exclusion(agent: RankAgent, store: StateStore, place: RankPlace) -> bool:

@@ -43,7 +43,7 @@ from rebalance.rank.watcher import StoreLoss
 from rebalance.recovery import NewGroups, StoreRendezvous, let_go, recover, rejoin
 from rebalance.stage.share import RankSlots
 from rebalance.types import Record
-from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.client import HostCacheClient, HostCacheEnded
 from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, WeightSources
 from runtime.dispatch.all_to_all import first_sentence
@@ -214,7 +214,8 @@ def _in_group(
         refusal = f"{exc}, expected topology.slots_per_rank = {slots_per_rank} or more"
     except MigrationError as exc:
         refusal = f"{exc}, expected its host cache to load it, or a replica on another rank"
-    step = agreed(place.rank, groups, survival.target.hash, refusal, steps)
+    version = old.shared.state.weights_version
+    step = agreed(place.rank, groups, survival.target.hash, refusal, steps, version)
     is_first = place.rank == record.survivors[0]
     if is_first:
         words = f"{record.reason}; {len(record.survivors)} ranks serve on, membership "
@@ -312,7 +313,8 @@ def refill(
 
     Args:
         slots: of this rank.
-        host: which has the records; one that does not answer is asked again for CACHE_DEADLINE_S.
+        host: which has the records; for one that has ended the next is waited for, each time for
+            CACHE_DEADLINE_S.
         refills: what to load.
         deadline_s: of each request.
         check: called before a request is repeated.
@@ -321,14 +323,15 @@ def refill(
         MigrationError: the host has no record of one, or its bytes are wrong.
     """
     bank, size = slots.bank, max(1, host.room)
-    patience = Deadline.after(CACHE_DEADLINE_S, time.monotonic)
 
     def lease(records: Sequence[Record]) -> None:
+        patience: Deadline | None = None
         while True:
             try:
                 host.lease(records, deadline_s=deadline_s)
                 return
-            except MigrationError as exc:
+            except HostCacheEnded as exc:
+                patience = patience or Deadline.after(CACHE_DEADLINE_S, time.monotonic)
                 if patience.has_passed:
                     raise MigrationError(f"{exc}, for {CACHE_DEADLINE_S:g} s") from exc
                 log.info("rank %d waits for its host cache: %s", slots.rank, exc)
@@ -368,7 +371,9 @@ def _sources(
     return WeightSources(before.slots, before.host, others)
 
 
-def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) -> int:
+def agreed(
+    rank: int, groups: NewGroups, target: str, refusal: str, steps: int, weights_version: int
+) -> int:
     """Compare what all ranks of a new group will serve; gives the number of the next forward pass.
 
     Args:
@@ -377,16 +382,22 @@ def agreed(rank: int, groups: NewGroups, target: str, refusal: str, steps: int) 
         target: hash of the placement; "": the rank joins, and takes that of the others.
         refusal: why this rank cannot serve; "": it can.
         steps: forward passes that it has begun.
+        weights_version: that it holds.
 
     Raises:
-        RankError: ranks would serve different placements, or one cannot serve.
+        RankError: ranks would serve different placements or weights, or one cannot serve.
     """
     mine = {"hash": target, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
+    mine["weights"] = weights_version
     answers = together(rank, groups, mine)
     if refusals := [f"rank {at}: {one['refusal']}" for at, one in answers if one["refusal"]]:
         raise RankError(f"the ranks cannot serve on: {refusals[0]}")
     if len(hashes := {str(one["hash"]) for _, one in answers} - {""}) > 1:
         raise RankError(f"rank {rank}: ranks would serve placements {sorted(hashes)}, expected one")
+    if len(versions := {int(one["weights"]) for _, one in answers}) > 1:
+        raise RankError(
+            f"rank {rank}: ranks would serve weights of versions {sorted(versions)}, expected one"
+        )
     # A pass that was broken off is run again under the next number: who had not begun it follows.
     return max(int(one["steps"]) for _, one in answers)
 

@@ -153,6 +153,11 @@ def serving(store: StateStore, now: float) -> list[Present]:
     return [Present(*process, known.get(process)) for process in present]
 
 
+def serving_ranks(store: StateStore, now: float) -> list[Present]:
+    """Give the ranks that report, with their version; none where no rank serves."""
+    return [present for present in serving(store, now) if present.component == RANKS]
+
+
 def ranks_of(store: StateStore, run: str) -> Announcement | None:
     """Give the version of the ranks of a start; None where the store does not have it."""
     matching = (seen for seen in store.announced() if (seen.component, seen.name) == (RANKS, run))

@@ -60,6 +60,11 @@ class MembershipChange:
         """Seconds until it fails; None: it has ended, or has no deadline."""
         return None if self.ended or self.until is None else max(0.0, self.until - now)
 
+    def is_about(self, changing: Collection[int]) -> bool:
+        """Whether it is open, and one of the ranks that join or leave does so because of it."""
+        asked = {*self.wanted} ^ {*self.before} or {*self.wanted}  # or a dead rank is to return
+        return not self.ended and not asked.isdisjoint(changing)
+
     @property
     def should_serve(self) -> tuple[int, ...]:
         """Ranks that should serve, by number."""

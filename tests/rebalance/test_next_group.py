@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +18,21 @@ import torch
 
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.errors import RankError
+from eplb.errors import RankError, StoreError
 from eplb.migration.serialisation import topology_to_dict
 from rebalance.assembly import next_group
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.meeting import Attendance
-from rebalance.assembly.next_group import NextGroup, form, next_members
+from rebalance.assembly.next_group import (
+    Formed,
+    NextGroup,
+    be_admitted,
+    change_group,
+    form,
+    next_members,
+)
 from rebalance.assembly.rank import BuiltRank
+from rebalance.assembly.survivors import Stages, agreed
 from rebalance.recovery import StoreRendezvous, let_go, rejoin
 from runtime.experts import ExpertSchema
 from runtime.group import gathered
@@ -166,6 +174,112 @@ def test_proposal_is_void_once_its_operation_is_cancelled(monkeypatch: pytest.Mo
     member.store.end_membership_change("grow", "cancelled", why="test")
 
     assert member.part._standing() is None
+
+
+def test_operation_that_retires_another_rank_outlives_the_failed_returns_of_a_dead_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(next_group, "FORM_DEADLINE_S", 0.001)
+    monkeypatch.setattr(next_group, "GATHER_S", 0.0)
+    member = LowestMember()
+    member.store.change_membership(
+        "retire", (0, 2), asked=1, alive=TWO_OF_THREE, reason="test", by="test"
+    )
+
+    seen = [member.look() for _ in range(140)]
+
+    assert max(one.tries for one in seen if one is not None) > next_group.MAX_TRIES
+    operation = member.store.membership_change()
+    assert operation is not None
+    assert not operation.ended
+
+
+# -- a change that fails once its groups are formed
+
+
+def run_in(process: Callable[[Any, int, Path], None], ranks: Sequence[int], path: Path) -> Any:
+    """What processes tell, sorted: a process that has formed gloo groups must not fork."""
+    told = FORK.SimpleQueue()
+    started = [FORK.Process(target=process, args=(told, rank, path)) for rank in ranks]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(NEVER_S)
+    return sorted(told.get() for _ in ranks)
+
+
+def agree_twice(told: Any, rank: int, path: Path) -> None:
+    """Agree with weights of other versions, and then of one."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    rendezvous = StoreRendezvous(sqlite_store(path, "test"), 1, lambda: None, NEVER_S)
+    groups = rejoin("test", (0, 1), rendezvous, rank, host="127.0.0.1", deadline_s=NEVER_S)
+    try:
+        agreed(rank, groups, "hash", "", 7, rank + 3)
+    except RankError as exc:
+        step = agreed(rank, groups, "hash", "", 7 + rank, 3)
+        told.put(f"{exc}; then at step {step}")
+
+
+@pytest.mark.system
+def test_ranks_refuse_a_group_whose_weights_were_updated_since_it_was_formed(
+    tmp_path: Path,
+) -> None:
+    told = run_in(agree_twice, (0, 1), tmp_path / "store.sqlite")
+
+    words = "ranks would serve weights of versions [3, 4], expected one; then at step 8"
+    assert told == [f"rank {rank}: {words}" for rank in (0, 1)]
+
+
+def fail_at_the_commit(told: Any, rank: int, path: Path) -> None:
+    """Serve alone in the next group, in a store that fails when that is to be written."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    member = LowestMember(sqlite_store(path, "test"))
+    built, place = member.part._built, member.part._place
+    rendezvous = StoreRendezvous(member.store, 1, lambda: None, NEVER_S)
+    groups = rejoin("test", (rank,), rendezvous, rank, host="127.0.0.1", deadline_s=NEVER_S)
+    proposal, nothing = GroupProposal(0, "run", (rank,), {}, "rank 1 leaves", id=1), Any
+    ends: list[bool] = []
+
+    class Noticed(Formed):
+        def close(self) -> None:
+            ends.append(True)
+
+    member.store.close()
+    try:
+        change_group(built, place, Noticed(proposal, groups, nothing, nothing), 0, Stages())  # type: ignore[arg-type]
+    except StoreError as exc:
+        told.put(f"closed: {ends}, {type(exc).__name__}")
+
+
+@pytest.mark.system
+def test_member_whose_store_fails_at_the_commit_leaves_the_new_group_as_a_dead_rank(
+    tmp_path: Path,
+) -> None:
+    assert run_in(fail_at_the_commit, (0,), tmp_path / "store.sqlite") == [
+        "closed: [True], StoreError"
+    ]
+
+
+# -- a rank that joins
+
+
+class Unchanging(MemoryStore):
+    """A store in which nothing happens: who waits for it waits for ever."""
+
+    def wait(self, version: int, timeout_s: float) -> int:
+        raise AssertionError("a rank waits")
+
+
+def test_joiner_ends_where_a_controller_leads_and_no_rank_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(next_group, "UNSERVED_S", 0.0)
+    member = LowestMember(Unchanging("test"))
+    assert member.store.acquire_lease("controller", NEVER_S) is not None
+    part, place = member.part, replace(member.part._place, rank=2, joins=True)
+
+    with pytest.raises(RankError, match="rank 2 cannot join: found no rank that serves"):
+        be_admitted(part._built, place, part._attend, Stages())
 
 
 # -- a member that hangs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
 from eplb.migration.survivors import Refill
-from rebalance.assembly.survivors import refill
+from rebalance.assembly.survivors import CACHE_DEADLINE_S, refill
 from rebalance.types import Record
+from rebalance.weights.cache.client import HostCacheEnded
 from runtime.experts import ExpertSchema
 from tests.support.agent_group import AgentGroup, held_in, records_of
 from tests.support.limits import NEVER_S
@@ -35,8 +37,18 @@ class RestartingHost(LocalHost):
     def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
         if self.num_failures:
             self.num_failures -= 1
-            raise MigrationError("the host cache disconnected")
+            raise HostCacheEnded("the host cache disconnected")
         return super().lease(records, **given)
+
+
+class RefusingHost(LocalHost):
+    """A host cache that answers, and does not have a record."""
+
+    num_asked = 0
+
+    def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
+        self.num_asked += 1
+        raise MigrationError("layer 0 expert 3 is not on disk")
 
 
 @pytest.fixture
@@ -90,3 +102,44 @@ def test_refill_names_how_long_it_has_waited_for_a_host_cache_that_stays_away(
             1.0,
             lambda: None,
         )
+
+
+def test_refill_ends_at_the_first_refusal_of_a_host_cache_that_answers(group: AgentGroup) -> None:
+    host = RefusingHost(RECORDS)
+
+    with pytest.raises(MigrationError, match="layer 0 expert 3 is not on disk"):
+        refill(group.agents[0].parts.slots, host, [Refill(0, 1, 3)], NEVER_S, lambda: None)
+
+    assert host.num_asked == 1
+
+
+class HostOfTheTimes(RestartingHost):
+    """A host cache whose process ends before each request; the next one is there at once."""
+
+    def __init__(self, records: Mapping[Record, torch.Tensor]) -> None:
+        super().__init__(records, 1)
+        self.now, self.room = 0.0, 1
+
+    def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
+        self.now += 0.7 * CACHE_DEADLINE_S
+        read = super().lease(records, **given)
+        self.num_failures = 1
+        return read
+
+
+def test_refill_waits_for_each_host_cache_as_long(
+    group: AgentGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostOfTheTimes(RECORDS)
+    clock = SimpleNamespace(monotonic=lambda: host.now, sleep=lambda _: None)
+    monkeypatch.setattr("rebalance.assembly.survivors.time", clock)
+
+    refill(
+        group.agents[0].parts.slots,
+        host,
+        [Refill(0, 0, 2), Refill(0, 1, 3)],
+        NEVER_S,
+        lambda: None,
+    )
+
+    assert held_in(group.banks[0], 4) == [[2, 3]]

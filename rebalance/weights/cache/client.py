@@ -127,7 +127,7 @@ class HostCacheClient:
         """Run a request that needs no lease; retry once with a restarted process."""
         try:
             return act()
-        except _Disconnected as lost:
+        except HostCacheEnded as lost:
             try:
                 self._connect_again()
             except MigrationError as exc:
@@ -412,15 +412,15 @@ class HostCacheClient:
         except MigrationError as exc:
             raise self._disconnected() from exc
 
-    def _disconnected(self) -> _Disconnected:
-        return _Disconnected(f"the host cache {self._name} disconnected")
+    def _disconnected(self) -> HostCacheEnded:
+        return HostCacheEnded(f"the host cache {self._name} disconnected")
 
     def close(self) -> None:
         """Close the connection to the host cache."""
         self._wire.close()
 
 
-class _Disconnected(MigrationError):
+class HostCacheEnded(MigrationError):
     """The process has ended; another may take its place."""
 
 

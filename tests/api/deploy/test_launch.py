@@ -246,6 +246,40 @@ def test_start_that_the_others_missed_is_known_and_its_end_is_no_failure(tmp_pat
     assert ranks.has_missed
 
 
+@pytest.mark.parametrize(
+    ("end", "starts_at_once"),
+    [("report_halt(1, os.environ)", [[1]] * 4), ("os.abort()", [[1], []])],
+    ids=["left as planned", "died"],
+)
+def test_only_deaths_of_a_rank_that_joins_use_its_budget_of_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, starts_at_once: list[list[int]]
+) -> None:
+    monkeypatch.setattr("api.deploy.launch.LOOK_S", 0.0)
+    environ, launch = dict(os.environ), launch_of(tmp_path, "")
+    code = f"{end} if os.environ['RANK'] == '1' else signal.pause()"
+    words = [sys.executable, "-c", f"{REPORTS}\n{code}"]
+    ranks = LocalRanks(words, {0: environ | {"RANK": "0"}}, joins=True)
+    # Beyond a budget of none each restart waits for a minute.
+    rejoins = Rejoins(launch, SupervisionSettings(restart_after_death=0))
+    stop, found = StopSignals(), list[list[int]]()
+
+    def look() -> None:
+        if 1 not in ranks.absent(launch.ranks) or stop.received:
+            return
+        found.append(rejoins.due(ranks))
+        if found == starts_at_once:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif found[-1]:
+            ranks.join(1, environ | {"RANK": "1"})
+
+    with closing(launch.deployment.opened_store()) as store:
+        topology = topology_to_dict(launch.deployment.topology)
+        store.begin_run(RunInfo("r1", 0.0, {}, topology, 1))
+        ranks.wait(stop, look)
+
+    assert found == starts_at_once
+
+
 def test_store_names_the_ranks_of_this_host_that_a_run_excluded(tmp_path: Path) -> None:
     hosts = {"topology__nodes": 2, "topology__hosts": ["127.0.0.1", "127.0.0.2"]}
     launch = launch_of(tmp_path, "", host=1, **hosts)
