@@ -417,6 +417,8 @@ class Rejoins:
             return []
         found = [rank for rank, at in self._due.items() if at <= now and rank in wanted]
         self._started.update(dict.fromkeys(found, now))
+        for rank in found:
+            del self._due[rank]  # it may have ended again before the next look
         return found
 
 

@@ -264,10 +264,11 @@ def test_only_deaths_of_a_rank_that_joins_use_its_budget_of_restarts(
     stop, found = StopSignals(), list[list[int]]()
 
     def look() -> None:
-        if 1 not in ranks.absent(launch.ranks) or stop.received:
+        is_absent, due = 1 in ranks.absent(launch.ranks), rejoins.due(ranks)
+        if not is_absent or stop.received:
             return
-        found.append(rejoins.due(ranks))
-        if found == starts_at_once:
+        found.append(due)
+        if len(found) == len(starts_at_once):
             os.kill(os.getpid(), signal.SIGTERM)
         elif found[-1]:
             ranks.join(1, environ | {"RANK": "1"})
