@@ -539,8 +539,9 @@ class PlannedSchedule(MembershipSchedule):
             rank.life = Life.LEFT
             self.counts["left"] += not was_joining
         process.agent.close()
-        others = (group for group in self._formed.values() if group is not rank.member.votes)
-        self._lose(rank.number, others)
+        # It has left those before in order; nobody serves in them any more.
+        left = [rank.member.votes, *self.groups[:-1]]
+        self._lose(rank.number, (group for group in self._formed.values() if group not in left))
         self._killed.append(self.forming.pop(rank.number, None))
 
     # -- the next group

@@ -24,7 +24,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from traceback import clear_frames
 
 import numpy as np
@@ -136,7 +136,7 @@ class NextGroup:
 
     def __init__(self, built: BuiltRank, place: RankPlace, attend: Attend) -> None:
         self._built, self._place, self._attend = built, place, attend
-        self._is_over = Event()
+        self._is_over, self._taking = Event(), Lock()
         self._forming = Thread()
         self._formed: Formed | None = None
         self._seen = self._failed = 0  # ids of proposals
@@ -178,13 +178,17 @@ class NextGroup:
         self._built.agent.voting.next_group = 0
         pending = self._built.agent.voter.pending
         self._quiet_looks = 0 if pending and pending[0].next_group else self._quiet_looks + 1
-        if self._quiet_looks > 1:  # at the first one a verdict may have been about to be applied
-            self._formed, self._quiet_looks = None, 0
-            formed.close()
+        if self._quiet_looks <= 1:  # a verdict may have been about to be applied
+            return
+        with self._taking:
+            if not self._is_over.is_set():  # else the group was changed during this look
+                self._formed, self._quiet_looks = None, 0
+                formed.close()
 
     def take(self) -> Formed | None:
         """End this part; gives the groups that were formed."""
-        self._is_over.set()
+        with self._taking:
+            self._is_over.set()
         self._built.agent.on_look = lambda: None  # else the old agent keeps the group
         if self._forming.ident is not None:
             # In vain where gloo waits for a rank: what is formed then is closed by the thread.

@@ -33,7 +33,7 @@ from rebalance.assembly.next_group import (
 )
 from rebalance.assembly.rank import BuiltRank
 from rebalance.assembly.survivors import Stages, agreed
-from rebalance.recovery import StoreRendezvous, let_go, rejoin
+from rebalance.recovery import NewGroups, StoreRendezvous, let_go, rejoin
 from runtime.experts import ExpertSchema
 from runtime.group import gathered
 from telemetry.state.groups import GroupProposal, Joiner
@@ -41,6 +41,7 @@ from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, records_of
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalVotes
 from tests.support.stores import MemoryStore, sqlite_store
 
 FORK = multiprocessing.get_context("fork")
@@ -192,6 +193,34 @@ def test_operation_that_retires_another_rank_outlives_the_failed_returns_of_a_de
     operation = member.store.membership_change()
     assert operation is not None
     assert not operation.ended
+
+
+class Interrupted(MemoryStore):
+    """A store during whose reads something else happens."""
+
+    meanwhile: Callable[[], Any] = staticmethod(lambda: None)
+
+    def proposed_group(self) -> GroupProposal | None:
+        self.meanwhile()
+        return super().proposed_group()
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "not taken"])
+def test_groups_that_are_taken_during_a_look_are_not_given_up_by_it(is_taken: bool) -> None:
+    store, votes, nothing = Interrupted("test"), LocalVotes(1), Any
+    member = LowestMember(store)
+    groups = NewGroups(nothing, nothing, votes.member(0), (0,))  # type: ignore[arg-type]
+    proposal = GroupProposal(0, "run", (0,), {}, "its operation was cancelled", id=1)
+    member.part._formed = formed = Formed(proposal, groups, nothing, nothing)  # type: ignore[arg-type]
+    member.part.look()
+    taken: list[Formed | None] = []
+    if is_taken:
+        store.meanwhile = lambda: taken.append(member.part.take())
+
+    member.part.look()
+
+    assert {id(one) for one in taken} == ({id(formed)} if is_taken else set())
+    assert votes.dead() == (set() if is_taken else {0})
 
 
 # -- a change that fails once its groups are formed
