@@ -57,6 +57,11 @@ class MoveOutcome:
     error: str = ""
     kept: str = ""  # why the plan, which would move experts, does not
 
+    @property
+    def is_kept_plan(self) -> bool:
+        """Whether it is a plan that a switch of the deployment keeps."""
+        return bool(self.figures.get("moves")) and self.kept not in ("", UNREAD)
+
 
 @dataclass(frozen=True, eq=False)
 class MapChange:

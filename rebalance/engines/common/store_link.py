@@ -330,6 +330,8 @@ class StoreLink:
                 self._open_task = 0
             elif outcome.error:
                 store.add_event("engine_plan_failed", {"error": outcome.error})
+            elif outcome.is_kept_plan:
+                store.add_event("engine_plan_kept", detail)
             self._outcomes.popleft()
 
 

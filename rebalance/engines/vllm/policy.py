@@ -88,10 +88,6 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
     standing = process.decisions.of_map(held, load.shape[1])
     kept = np.zeros_like(held) if standing is None else standing.repeats
     question, standing_map = process.asked(held), np.stack([held, kept])
-    if why := process.why_kept:
-        log.info("decision=KEEP reason=%r", why)
-        process.answered(MoveOutcome(question, kept=why))
-        return standing_map
     began = time.monotonic()
     try:
         is_first = standing is None or not standing.is_planned
@@ -110,17 +106,19 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
     is_kept = plan.decision is eplb.Decision.KEEP
     wanted = standing_map if is_kept else np.stack([target, repeats])
     moves = not np.array_equal(wanted, standing_map)
+    kept = process.why_kept
     log.info(
-        "decision=%s reason=%r moved=%d seconds=%.3f",
+        "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
         plan.decision.value,
         plan.reason,
         (wanted[0] != held).sum(),
         time.monotonic() - began,
+        kept,
     )
-    if moves and not question.is_dry:
+    if moves and not (kept or question.is_dry):
         process.will_move(question)
         return wanted
     figures = {"moves": moves, "reason": plan.reason}
     figures |= {"before": float(plan.before), "after": float(plan.after)}
-    process.answered(MoveOutcome(question, figures))
+    process.answered(MoveOutcome(question, figures, kept=kept))
     return standing_map

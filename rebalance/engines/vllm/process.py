@@ -99,7 +99,7 @@ class PluginProcess:
 
     @property
     def why_kept(self) -> str:
-        """Why rank 0 keeps the map that serves; "" where it plans."""
+        """Why rank 0 keeps the map that serves, whatever it plans; "": its plans move experts."""
         return "" if self.recorder is None else self.recorder.why_kept
 
     def before_add_model(self, state: Any, model: Any, group: Any) -> None:
@@ -392,7 +392,8 @@ class PluginProcess:
 
     def answered(self, outcome: MoveOutcome) -> None:
         """Report what came of a question on rank 0."""
-        if self.recorder is not None and (outcome.question.task_id or outcome.error):
+        is_told = outcome.question.task_id or outcome.error or outcome.is_kept_plan
+        if self.recorder is not None and is_told:
             self.recorder.send(outcome)
 
     def will_move(self, question: PlanQuestion) -> None:

@@ -447,6 +447,23 @@ def test_task_without_a_plan_ends_with_the_reason(
     assert process.ready is None
 
 
+def test_plan_that_a_switch_keeps_is_recorded(
+    url: str, planning: Callable[[int], StoreProcess]
+) -> None:
+    process = planning(1)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: store.current_run() and not process.why_kept)
+        store.set_control(replace(store.control(), observe=True), reason="test")
+        until(lambda: process.why_kept)
+        process.ask(PlanQuestion("interval"))
+        process.add_window(counted(0), np.zeros_like(HELD))
+        until(lambda: list(store.events_backwards(("engine_plan_kept",))))
+        (event,) = store.events_backwards(("engine_plan_kept",))
+
+    kept = "the deployment is only observed"
+    assert event.detail == {"moves": True, "dry_run": False, "kept": kept}
+
+
 def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
     identity = SampleOrigin(DEPLOYMENT, url, 0, INFO, planner="rebalance.engines:Nothing")
     process = StoreProcess("sglang", identity)
