@@ -77,6 +77,8 @@ def _plugin(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("store", str(exc), "a store that answers: else the map of the start stays")
         return
     moves = f"nothing moves: {why}" if why else "plans move experts"
+    if not settings.engine.plan:
+        moves = "engine.plan is off: the engine's own balancer moves experts, and obeys no switch"
     yield Finding("store", f"answers; {moves}")
 
 

@@ -309,8 +309,7 @@ class StoreLink:
             return
         refusal = why_refused(task.kind, task.request)
         if refusal:
-            result = TaskResult(f"task {task.id}: {refusal}")
-            store.finish(task.id, "failed", result, fence=lease.token)
+            store.finish(task.id, "failed", TaskResult(refusal), fence=lease.token)
             return
         self._open_task = task.id
         question = PlanQuestion("task", task.id, bool(task.request.get("dry_run", True)))

@@ -106,19 +106,19 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
     is_kept = plan.decision is eplb.Decision.KEEP
     wanted = standing_map if is_kept else np.stack([target, repeats])
     moves = not np.array_equal(wanted, standing_map)
-    kept = process.why_kept
+    why_kept = process.why_kept
     log.info(
         "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
         plan.decision.value,
         plan.reason,
         (wanted[0] != held).sum(),
         time.monotonic() - began,
-        kept,
+        why_kept,
     )
-    if moves and not (kept or question.is_dry):
+    if moves and not (why_kept or question.is_dry):
         process.will_move(question)
         return wanted
     figures = {"moves": moves, "reason": plan.reason}
     figures |= {"before": float(plan.before), "after": float(plan.after)}
-    process.answered(MoveOutcome(question, figures, kept=kept))
+    process.answered(MoveOutcome(question, figures, kept=why_kept))
     return standing_map

@@ -23,10 +23,13 @@ def store(tmp_path: Path) -> str:
     return f"sqlite:{tmp_path / 'store.sqlite'}"
 
 
-def findings(store: str, folder: Path, command: str = COMMAND, **environ: str) -> dict[str, str]:
+def findings(
+    store: str, folder: Path, command: str = COMMAND, plan: bool = True, **environ: str
+) -> dict[str, str]:
     """What was found, and what was expected, by component."""
-    file = folder / "eplb.toml"
-    file.write_text(f"[deployment]\nname = 'prod'\nstore = '{store}'\n", encoding="utf-8")
+    file, engine = folder / "eplb.toml", f"[engine]\nplan = {str(plan).lower()}\n"
+    deployment = f"[deployment]\nname = 'prod'\nstore = '{store}'\n"
+    file.write_text(deployment + engine, encoding="utf-8")
     found = check_engine(command, None, {"EPLB_CONFIG": str(file)} | environ)
     return {one.component: f"{one.found}; {one.expected}" for one in found}
 
@@ -40,6 +43,20 @@ def test_store_that_answers_is_shown_with_its_switches(store: str, tmp_path: Pat
     assert moves == "answers; plans move experts; "
     assert (
         findings(store, tmp_path)["store"] == "answers; nothing moves: movement is switched off; "
+    )
+
+
+def test_switches_are_not_promised_where_the_engine_plans_itself(
+    store: str, tmp_path: Path
+) -> None:
+    with closing(open_store(store, "prod")) as opened:
+        opened.set_control(Control(movement=False), reason="a test")
+
+    found = findings(store, tmp_path, plan=False)["store"]
+
+    assert found == (
+        "answers; engine.plan is off: the engine's own balancer moves experts, and obeys no "
+        "switch; "
     )
 
 
