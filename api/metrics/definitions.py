@@ -105,8 +105,9 @@ def _health(seen: Reading) -> Iterator[Metric]:
     offsets_s = [view.ahead_s for view in state.ranks if view.age_s is not None]
     offset_help = "How far the clock of a rank's host is ahead of the store's; the largest of all."
     yield _gauge("clock_offset_seconds", offset_help, max(offsets_s, key=abs, default=None))
-    silent_help = "Ranks that did not report lately, or never."
-    yield _gauge("ranks_silent", silent_help, len(state.silent_ranks))
+    silent_help = "Ranks that did not report lately, or never, and did not end as they were asked."
+    ended = {view.rank for view in state.ranks if view.has_ended}
+    yield _gauge("ranks_silent", silent_help, len({*state.silent_ranks} - ended))
     uncounted_help = "Ranks whose counters stay at zero while those of others grow."
     yield _gauge("ranks_uncounted", uncounted_help, len(state.uncounted_ranks))
     age_help = "Longest time without progress of a step or of a busy thread on any rank."

@@ -187,6 +187,13 @@ def metrics(of: Reading) -> dict[str, Mapping[tuple[str, ...], Figure]]:
     return {one.name: one.figures for one in found}
 
 
+@pytest.mark.parametrize(("ranks", "silent"), [(HALF_SILENT, 1), (ALL_SILENT, 2), (ENDED, 0)])
+def test_metric_of_silent_ranks_leaves_out_those_that_ended_as_asked(
+    ranks: tuple[RankView, ...], silent: int
+) -> None:
+    assert metrics(seen(ranks=ranks))["eplb_ranks_silent"] == {(): silent}
+
+
 def test_metric_of_the_verdict_is_that_of_the_page() -> None:
     stopped = seen(token_time=NOW - 56, **leaderless())
     found = metrics(stopped)
