@@ -274,8 +274,11 @@ def _print_task(found: dict[str, Any]) -> None:
         line(f"plan {result['plan_id']} is published to the ranks")
         if found["kind"] == "rollback":
             line("later plans may undo it; `eplb config --live --set observe=true` keeps it")
+    elif "serves" in result:  # an engine's plug-in moved the experts itself
+        line(f"generation {result['serves']} serves")
     else:
-        line("nothing moves" + (": a dry run" if result.get("dry_run") else ""))
+        why = "a dry run" if result.get("dry_run") else result.get("kept", "")
+        line(f"nothing moves: {why}" if why else "nothing moves")
 
 
 @command("rebalance", "eplb rebalance --reason 'hot expert' --move", rebalance, names=DRY_OR_MOVE)

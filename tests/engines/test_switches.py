@@ -81,9 +81,11 @@ def test_tasks_and_switches_decide_when_a_map_moves(tmp_path: Path) -> None:
     assert "movement is switched off" in found["paused"]["said"]["kept"]
     assert "'1:cordon', expected none" in found["cordoned"]["said"]["kept"]
     assert found["paused"]["maps"] == found["cordoned"]["maps"] == 0
-    assert found["paused"]["said"]["moves"], "it says what it would have moved"
+    assert found["paused"]["said"]["num_moves"], "it says what it would have moved"
     assert found["dry"]["said"]["dry_run"]
     assert found["moving"]["maps"] > 0, "its map serves before the task ends"
+    assert found["moving"]["said"]["decision"] == "MOVE"
+    assert found["moving"]["said"]["num_moves"] > 0
     if engine.WITH_TASKS_ALONE:  # else maps of the engine's intervals serve meanwhile
         others = ("with a throttle", "with a policy", "dry")
         assert [found[name]["maps"] for name in others] == [0, 0, 0]

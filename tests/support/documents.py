@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -284,26 +283,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("``", "`")
 
 
-def imports_section() -> str:
-    """Who may import whom, as ``tests/test_imports.py`` checks it."""
-    rules = runpy.run_path(str(ROOT / "tests" / "test_imports.py"))["RULES"]
-    rows = []
-    for folder, rule in sorted(rules.items()):
-        parts = map(_names, (rule.ours, rule.others, rule.never))
-        rows.append(f"| `{_on_disk(folder)}` | {' | '.join(parts)} |")
-    head = "| folder | of this project | other libraries | never, of the standard library |"
-    return "\n".join([head, "|---|---|---|---|", *rows, ""])
-
-
-def _on_disk(name: str) -> str:
-    """A folder, or the module of that name."""
-    return name if (ROOT / name).is_dir() else f"{name}.py"
-
-
-def _names(names: frozenset[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names)) or "-"
-
-
 def families_section() -> str:
     """Every layout of experts below a layer once, with the model families that have it."""
     families_of = dict[str, list[str]]()
@@ -390,7 +369,6 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "api": api_section,
     "cli": cli_section,
     "families": families_section,
-    "imports": imports_section,
     "problems": problems_section,
     "rest": rest_section,
 }

@@ -53,14 +53,15 @@ class MoveOutcome:
     """What came of a question."""
 
     question: PlanQuestion
-    figures: dict[str, Any] = field(default_factory=dict)  # the plan's figures, for display
+    # The plan's figures, by the names that a controller's have: decision, num_moves, before, after.
+    figures: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     kept: str = ""  # why the plan, which would move experts, does not
 
     @property
     def is_kept_plan(self) -> bool:
         """Whether it is a plan that a switch of the deployment keeps."""
-        return bool(self.figures.get("moves")) and self.kept not in ("", UNREAD)
+        return bool(self.figures.get("num_moves")) and self.kept not in ("", UNREAD)
 
 
 @dataclass(frozen=True, eq=False)

@@ -289,7 +289,10 @@ class StoreLink:
                     log.warning("the placement that serves cannot be written: %s", exc)
             self._maps.popleft()
             if change.question is not None:
-                self._outcomes.append(MoveOutcome(change.question))
+                before = change.held if serving is None else serving.placement.slot_to_expert
+                figures = {"decision": "MOVE", "num_moves": int((change.held != before).sum())}
+                figures |= {"reason": change.reason, "serves": change.generation}
+                self._outcomes.append(MoveOutcome(change.question, figures))
 
     def _control(self, store: StateStore) -> None:
         """Lease, switches and tasks of rank 0."""

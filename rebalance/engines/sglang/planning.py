@@ -50,7 +50,7 @@ PLAN_WINDOWS = 16
 LIST_LENGTH = 64  # entries of a list with uneven shares: within 1 % of the planned ones
 GOAL = 1.01  # imbalance of a row that a plan with free moves need not improve by swaps
 ARRAYS = ("slot_to_expert", "weights", "sources")
-FIGURES = ("moves", "reason", "before", "after", "booked", "effective")  # for display
+FIGURES = ("reason", "before", "after", "booked", "effective")  # for display
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,8 @@ class Planner:
             limits = limits | {"max_moved": 1.0}
         planned = make_plan(np.stack(self._windows), held, weights, self._shape, **limits)
         figures = {name: getattr(planned, name) for name in FIGURES}
+        figures["decision"] = (Decision.MOVE if planned.moves else Decision.KEEP).value
+        figures["num_moves"] = int((planned.slot_to_expert != held).sum())
         return answer_record(planned) if planned.moves else b"", figures
 
 

@@ -118,7 +118,12 @@ def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArra
     if moves and not (why_kept or question.is_dry):
         process.will_move(question)
         return wanted
-    figures = {"moves": moves, "reason": plan.reason}
-    figures |= {"before": float(plan.before), "after": float(plan.after)}
+    figures = {
+        "decision": plan.decision.value,
+        "num_moves": int((wanted[0] != held).sum()),
+        "before": float(plan.before),
+        "after": float(plan.after),
+        "reason": plan.reason,
+    }
     process.answered(MoveOutcome(question, figures, kept=why_kept))
     return standing_map

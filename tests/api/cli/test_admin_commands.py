@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from api.access.audit import Audit, local_actor
 from api.cli.main import app
 from api.http.app import create_app
+from api.operations.plans import show_rebalance
 from api.operations.table import COMMANDS, GROUPS
 from telemetry import open_store
 from telemetry.state.events import MEMBERSHIP, Outage
@@ -246,3 +247,23 @@ def test_configuration_is_read_beside_the_variable_of_a_service(
     found = CliRunner().invoke(app, ["audit", "--setting", f"state_dir={tmp_path}"])
 
     assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize(
+    ("result", "last"),
+    [
+        ({"decision": "MOVE", "num_moves": 4, "dry_run": True}, "nothing moves: a dry run"),
+        ({"decision": "MOVE", "num_moves": 4, "kept": "a pause"}, "nothing moves: a pause"),
+        ({"decision": "KEEP", "num_moves": 0, "dry_run": False}, "nothing moves"),
+        ({"decision": "MOVE", "num_moves": 4, "serves": 7}, "generation 7 serves"),
+    ],
+    ids=["a dry run", "kept by a switch", "not worth it", "moved by an engine"],
+)
+def test_answer_to_a_rebalance_ends_with_what_came_of_it(
+    result: dict[str, Any], last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_rebalance.show({"id": 3, "kind": "rebalance", "result": result})
+
+    *_, row, ending = capsys.readouterr().out.splitlines()
+    assert row.split()[1] == result["decision"]
+    assert ending == last

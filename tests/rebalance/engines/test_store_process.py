@@ -341,13 +341,13 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         task = store.submit("rebalance", {"dry_run": True})
         until(lambda: process.questions)
         question = process.questions.popleft()
-        process.send(MoveOutcome(question, {"moves": True}))
+        process.send(MoveOutcome(question, {"num_moves": 3}))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         done = store.task(task.id)
         assert done is not None
         assert (question.task_id, question.is_dry) == (task.id, True)
-        assert done.result.detail == {"moves": True, "dry_run": True}
+        assert done.result.detail == {"num_moves": 3, "dry_run": True}
 
 
 def test_task_that_an_engine_cannot_do_fails_with_the_reason(
@@ -379,7 +379,7 @@ class Planner:
         if self._shift < 0:
             raise PlacementError("planted")
         record = np.roll(self._held, self._shift, axis=1).tobytes() if self._shift else b""
-        return record, {"moves": bool(record)}
+        return record, {"num_moves": 3 * bool(record)}
 
 
 @pytest.fixture
@@ -461,7 +461,7 @@ def test_plan_that_a_switch_keeps_is_recorded(
         (event,) = store.events_backwards(("engine_plan_kept",))
 
     kept = "the deployment is only observed"
-    assert event.detail == {"moves": True, "dry_run": False, "kept": kept}
+    assert event.detail == {"num_moves": 3, "dry_run": False, "kept": kept}
 
 
 def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
