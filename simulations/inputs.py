@@ -160,10 +160,11 @@ def even_topology(ranks: int, ranks_per_node: int, redundant: int, num_experts: 
     """Ranks with the fewest equal slots that hold all experts, and redundant ones on each.
 
     Args:
+        ranks_per_node: at most; nodes that are not full have as many ranks as each other.
         redundant: slots of each rank.
     """
     slots = -(-num_experts // ranks) + redundant
-    return topology_of(ranks, max(1, ranks // ranks_per_node), slots * ranks, num_experts)
+    return topology_of(ranks, -(-ranks // ranks_per_node), slots * ranks, num_experts)
 
 
 def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, str]:

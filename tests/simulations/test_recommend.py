@@ -17,7 +17,7 @@ from eplb import ModelShape, preset
 from eplb.core.kernels import kernel_for
 from eplb.core.model import KV_TOKEN_BYTES, PRESETS, kv_token_bytes
 from eplb.errors import ConfigError
-from simulations.inputs import model_named
+from simulations.inputs import even_topology, model_named
 from simulations.recommend import MemoryModel, Question, Speculation, recommend
 from simulations.report import limit_of
 from simulations.step_time import hardware_named
@@ -399,3 +399,14 @@ def test_policies_are_compared_as_asked_for() -> None:
     redundant = recommend(question(hot=9, redundant=(1,), policies=("greedy",)))
     assert {one.policy for one in redundant.candidates} == {"greedy", "none"}
     assert all(one.policy in one.name for one in answer.candidates if one.interval)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node"), [(4, [4]), (8, [8]), (12, [6, 6]), (16, [8, 8]), (20, [7, 7, 6])]
+)
+def test_group_that_fills_no_whole_number_of_nodes_is_on_one_more(
+    ranks: int, per_node: list[int]
+) -> None:
+    topology = even_topology(ranks, 8, 1, 64)
+
+    assert np.bincount(topology.node_of_rank).tolist() == per_node

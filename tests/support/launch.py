@@ -20,6 +20,7 @@ import torch.multiprocessing as multiprocessing
 
 from eplb.errors import RankError
 from runtime.group import Rendezvous, gloo_listeners_closed, reach
+from tests.support.limits import NEVER_S
 
 RankMain = Callable[..., Any]  # (rank, num_ranks, *args) -> result
 
@@ -75,7 +76,7 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline_s: float) -
             try:
                 is_good, result = pipes[rank].recv()
             except EOFError as exc:
-                processes[rank].join(5)
+                processes[rank].join(NEVER_S)
                 status = processes[rank].exitcode
                 raise RankError(f"rank {rank} ended with status {status}") from exc
             if not is_good:

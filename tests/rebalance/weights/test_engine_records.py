@@ -47,11 +47,11 @@ def offered(
         arena.bytes[number * PAGE_BYTES :][:PAGE_BYTES] = record_of(record)
     named = [(record, found or digest(record_of(record))) for record in records]
     with closing(arena):
-        return client.offer(named, arena, deadline_s=10)
+        return client.offer(named, arena, deadline_s=NEVER_S)
 
 
 def attached(origin: RecordOrigin = ORIGIN) -> EngineRecordsClient:
-    return EngineRecordsClient(PLACE, origin, deadline_s=10)
+    return EngineRecordsClient(PLACE, origin, deadline_s=NEVER_S)
 
 
 def reader(client: EngineRecordsClient) -> Kept:
@@ -71,10 +71,10 @@ def library(settings: HostCacheSettings) -> Iterator[EngineRecords]:
 
 def test_record_that_one_rank_offers_is_read_by_another(library: EngineRecords) -> None:
     with closing(attached()) as first, closing(attached()) as second:
-        assert first.lacks(RECORDS, deadline_s=10) == RECORDS
+        assert first.lacks(RECORDS, deadline_s=NEVER_S) == RECORDS
         assert offered(first, RECORDS) == ["memory"] * 6
 
-        assert second.lacks(RECORDS, deadline_s=10) == []
+        assert second.lacks(RECORDS, deadline_s=NEVER_S) == []
         kept = reader(second)
         assert torch.equal(kept.bring(1, 2), record_of((1, 2)))
         assert kept.figures.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": 0}
@@ -93,7 +93,7 @@ def test_offer_with_a_wrong_digest_is_refused(library: EngineRecords) -> None:
     with closing(attached()) as client:
         with pytest.raises(MigrationError, match="was offered with digest"):
             offered(client, RECORDS[:1], (1, 2))
-        assert client.lacks(RECORDS[:1], deadline_s=10) == RECORDS[:1]
+        assert client.lacks(RECORDS[:1], deadline_s=NEVER_S) == RECORDS[:1]
 
 
 def test_damaged_memory_is_replaced_by_the_disk_or_refused(
@@ -135,7 +135,7 @@ def test_record_without_a_disk_is_never_evicted(
         assert offered(client, RECORDS) == ["memory"] * 2 + [""] * 4
 
         assert torch.equal(reader(client).bring(*RECORDS[0]), record_of(RECORDS[0]))
-        assert client.lacks(RECORDS, deadline_s=10) == RECORDS[2:]
+        assert client.lacks(RECORDS, deadline_s=NEVER_S) == RECORDS[2:]
 
 
 @pytest.mark.parametrize("settings", [True], indirect=True)
@@ -143,7 +143,7 @@ def test_restarted_process_gives_the_records_of_its_disk(settings: HostCacheSett
     with closing(EngineRecords(PLACE, settings)), closing(attached()) as client:
         offered(client, RECORDS)
     with closing(EngineRecords(PLACE, settings)), closing(attached()) as again:
-        assert again.lacks(RECORDS, deadline_s=10) == []
+        assert again.lacks(RECORDS, deadline_s=NEVER_S) == []
         assert torch.equal(reader(again).bring(1, 0), record_of((1, 0)))
 
 
@@ -161,7 +161,7 @@ def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -
     settings = HostCacheSettings(record_folder=tmp_path)
     places = [replace(PLACE, name=f"{PLACE.name}-{number}") for number in range(2)]
     servers = [EngineRecords(place, settings) for place in places]
-    clients = [EngineRecordsClient(place, ORIGIN, deadline_s=10) for place in places]
+    clients = [EngineRecordsClient(place, ORIGIN, deadline_s=NEVER_S) for place in places]
     offered(clients[0], RECORDS[:3])
     offered(clients[1], RECORDS[3:])
 
@@ -183,7 +183,7 @@ def test_host_reads_what_another_host_was_offered(tmp_path: Path) -> None:
         EngineRecords(place, HostCacheSettings(links=replace(links, listen=address)))
         for place, address in zip(places, hosts, strict=True)
     ]
-    first, second = (EngineRecordsClient(place, ORIGIN, deadline_s=10) for place in places)
+    first, second = (EngineRecordsClient(place, ORIGIN, deadline_s=NEVER_S) for place in places)
     offered(first, RECORDS)
 
     kept = reader(second)
@@ -203,4 +203,4 @@ def test_other_origin_replaces_one_that_no_rank_uses(library: EngineRecords) -> 
         pass
 
     with closing(attached(other)) as client:
-        assert client.lacks(RECORDS, deadline_s=10) == RECORDS
+        assert client.lacks(RECORDS, deadline_s=NEVER_S) == RECORDS

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rebalance.weights.disk.direct_io import DirectFile, ParallelReader
 from runtime.memory import PAGE_BYTES, SharedArena, digest
+from tests.support.limits import NEVER_S
 
 NUM_PAGES = 10
 
@@ -74,7 +75,7 @@ def test_concurrent_reads_return_their_own_bytes(
         for caller in callers:
             caller.start()
         for caller in callers:
-            caller.join(30)
+            caller.join(NEVER_S)
 
     assert (memory.numpy()[: len(written)] == written).all()
     assert found == {n: digest(torch.from_numpy(page)) for n, page in enumerate(pages)}
