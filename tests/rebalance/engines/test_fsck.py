@@ -218,6 +218,18 @@ def test_slot_that_moves_between_look_and_judgement_is_not_a_fault() -> None:
     assert check.num_checked == 1
 
 
+def test_slot_whose_look_is_forgotten_is_looked_at_next() -> None:
+    ranks = ranks_with(14, rows=1)
+    (check, _), _ = checks_of(ranks)
+    check.visit(is_idle=True)
+
+    check.forget_look()
+    ranks[0].layers[0].alpha[0] += 1
+    check.visit(is_idle=True)
+
+    assert [(fault.kind, fault.slot) for fault in check.visit(is_idle=True)] == [("slot", 0)]
+
+
 def test_visits_take_a_thousandth_of_the_time() -> None:
     ranks = ranks_with(16, rows=4)
     now = 0.0

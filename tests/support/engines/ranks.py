@@ -224,8 +224,9 @@ class EngineRank:
             tensor.zero_()
 
     def visit_all(self) -> None:
-        """Have the placement check look at each slot, and judge it."""
-        for _ in range(2 * len(self.layers) * self.each):  # one looks, the next one judges
+        """Have the placement check judge each slot: so many twice, as some may be judged again."""
+        enough = self.checks.num_checked + 2 * len(self.layers) * self.each
+        while self.checks.num_checked < enough and self.checks._check is not None:
             self.checks.visit(is_idle=True)
 
     def result(self) -> dict[str, Any]:

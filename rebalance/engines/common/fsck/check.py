@@ -393,8 +393,10 @@ class PlacementCheck:
         self._first.append((layer, place))
 
     def forget_look(self) -> None:
-        """Judge nothing of a slot that was looked at: slots have other bytes by now."""
-        self._looked = None
+        """Look again at a slot that was looked at: slots have other bytes by now."""
+        if (looked := self._looked) is not None:
+            self._first.appendleft((self._view.rows.index(looked.row), looked.slot))
+            self._looked = None
 
     def _look(self) -> _Looked:
         view = self._view
