@@ -89,6 +89,11 @@ def _serve(pipe: Connection, rank: int) -> None:
 
     lines = LivenessConnections(rank, exchange, deadline_s=NEVER_S, silence_s=2.0)
     lines.begin_beats()
+    beats = lines._beats
+    while (
+        not beats.neighbours <= beats._heard_at.keys()
+    ):  # from its first beat on a rank is watched
+        threading.Event().wait(0.01)
     pipe.send(os.getpid())
     while True:
         expected = pipe.recv()
