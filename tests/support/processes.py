@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,9 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rebalance.protocol.liveness import LivenessConnections
 from tests.support.limits import NEVER_S
 
 RankFunction = Callable[..., Any]
+
+
+def wait_until_watched(lines: LivenessConnections) -> None:
+    """Wait until this rank has heard its neighbours: a rank is watched from its first beat on."""
+    beats = lines._beats
+    while not beats.neighbours <= beats._heard_at.keys():
+        threading.Event().wait(0.01)
 
 
 class ForkedProcess:

@@ -13,7 +13,7 @@ import pytest
 from rebalance.protocol.heartbeats import BEATS, Heartbeats, neighbours
 from rebalance.protocol.liveness import Address, LivenessConnections
 from tests.support.limits import NEVER_S
-from tests.support.processes import ForkedProcess
+from tests.support.processes import ForkedProcess, wait_until_watched
 
 
 def serving(rank: int, num_ranks: int, silence_s: float = 1.0) -> Heartbeats:
@@ -89,11 +89,7 @@ def _serve(pipe: Connection, rank: int) -> None:
 
     lines = LivenessConnections(rank, exchange, deadline_s=NEVER_S, silence_s=2.0)
     lines.begin_beats()
-    beats = lines._beats
-    while (
-        not beats.neighbours <= beats._heard_at.keys()
-    ):  # from its first beat on a rank is watched
-        threading.Event().wait(0.01)
+    wait_until_watched(lines)
     pipe.send(os.getpid())
     while True:
         expected = pipe.recv()

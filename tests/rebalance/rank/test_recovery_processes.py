@@ -53,6 +53,7 @@ from telemetry.state.store import StateStore
 from tests.support.agent_group import digests_of, held_in, records_of
 from tests.support.limits import NEVER_S
 from tests.support.local_group import LocalHost, local_slots
+from tests.support.processes import wait_until_watched
 from tests.support.stores import sqlite_store
 
 FORK = multiprocessing.get_context("fork")
@@ -197,6 +198,7 @@ class Ranks:
     def _stop_formed(self, rank: int, groups: NewGroups) -> str:
         """Stop one rank, while the others wait for it before they serve; why they cease to."""
         assert self.stops_formed is not None
+        wait_until_watched(groups.votes._liveness)
         pids = dict(together(rank, groups, os.getpid()))
         if rank == self.stops_formed:
             os.kill(os.getpid(), signal.SIGSTOP)
