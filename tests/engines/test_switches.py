@@ -81,7 +81,7 @@ def test_tasks_and_switches_decide_when_a_map_moves(tmp_path: Path) -> None:
     assert "movement is switched off" in found["paused"]["said"]["kept"]
     assert "'1:cordon', expected none" in found["cordoned"]["said"]["kept"]
     assert found["paused"]["maps"] == found["cordoned"]["maps"] == 0
-    assert found["paused"]["said"]["num_moves"], "it says what it would have moved"
+    assert found["paused"]["said"]["num_moves"], "the paused task has the moves of its plan"
     assert found["dry"]["said"]["dry_run"]
     assert found["moving"]["maps"] > 0, "its map serves before the task ends"
     assert found["moving"]["said"]["decision"] == "MOVE"

@@ -151,7 +151,7 @@ class Planner:
         planned = make_plan(np.stack(self._windows), held, weights, self._shape, **limits)
         figures = {name: getattr(planned, name) for name in FIGURES}
         figures["decision"] = (Decision.MOVE if planned.moves else Decision.KEEP).value
-        figures["num_moves"] = int((planned.slot_to_expert != held).sum())
+        figures["num_moves"] = int((planned.slot_to_expert != held).sum() if planned.moves else 0)
         return answer_record(planned) if planned.moves else b"", figures
 
 
