@@ -252,6 +252,38 @@ def test_visits_take_a_thousandth_of_the_time() -> None:
     assert spent / now <= 0.001
 
 
+def test_slow_first_look_does_not_keep_the_second_away() -> None:
+    ranks = ranks_with(18, rows=1)
+    references, _ = agreed(ranks[0].view, [digests_of(rank.view) for rank in ranks])
+    now, compiling_s = 0.0, 2.0
+
+    def layer(row: int) -> Any:
+        nonlocal now, compiling_s
+        now += compiling_s
+        compiling_s = 0.0
+        return ranks[0].layer(row)
+
+    view = EngineView(range(1), layer, lambda row: ranks[0].maps[row], 0, RANKS)
+    check = PlacementCheck(view, references, lambda: now, PART)
+    check.prepare()
+    for _ in range(2 * EACH):  # a look and its judgement
+        now += 0.05
+        check.visit(is_idle=False)
+
+    assert check.num_checked >= EACH
+
+
+def test_check_has_looked_at_a_slot_when_it_has_begun() -> None:
+    ranks = ranks_with(19, rows=1)
+    other = (digests_of(ranks[1].view), "")
+    check = RankCheck("vllm", lambda own: [own, other], lambda *_: None)
+
+    check.begin(lambda: ranks[0].view)
+    check.visit(is_idle=True)
+
+    assert check.num_checked == 1
+
+
 def test_rank_that_cannot_begin_switches_the_check_off_on_all() -> None:
     others = (digests_of(ranks_with(17, rows=1)[0].view), "")
     events: list[tuple[str, dict[str, Any]]] = []

@@ -364,6 +364,15 @@ class PlacementCheck:
         self.num_checked = 0  # slots
         self.num_rounds = 0  # checks of all slots of this rank
 
+    def prepare(self) -> None:
+        """Look at the first slot, before the engine serves; its time does not count.
+
+        The first look at a GPU compiles a kernel for each size of a tensor. As the cost of a look,
+        these seconds would keep the second one away for a thousand times as long.
+        """
+        self._looked = self._look()
+        self._since, self._cost_s = self._clock(), 0.0
+
     def visit(self, *, is_idle: bool) -> list[Fault]:
         """Judge the slot that was looked at, or look at the next one, if there is time for it."""
         begin = self._clock()
