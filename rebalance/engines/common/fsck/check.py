@@ -365,13 +365,15 @@ class PlacementCheck:
         self.num_rounds = 0  # checks of all slots of this rank
 
     def prepare(self) -> None:
-        """Look at the first slot, before the engine serves; its time does not count.
+        """Make a look that nobody judges, before the engine serves; its time does not count.
 
         The first look at a GPU compiles a kernel for each size of a tensor. As the cost of a look,
-        these seconds would keep the second one away for a thousand times as long.
+        these seconds would keep the next one away for a thousand times as long.
         """
-        self._looked = self._look()
-        self._since, self._cost_s = self._clock(), 0.0
+        self._look()
+        self._place = self.num_rounds = 0
+        self._digests = RecordDigests()  # passes may run on another stream than this one
+        self._since = self._clock()
 
     def visit(self, *, is_idle: bool) -> list[Fault]:
         """Judge the slot that was looked at, or look at the next one, if there is time for it."""
