@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.support.engines.sglang_ranks import (
     ALL_LAYERS,
     ExpertLocationMetadata,
     HookRegistry,
+    LazyValue,
     expert_location_dispatch,
     make_rank,
 )
@@ -35,6 +37,15 @@ def random_map(seed: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     rows = [random.permutation(np.arange(NUM_SLOTS) % NUM_EXPERTS) for _ in range(ALL_LAYERS)]
     return np.stack(rows)
+
+
+def test_weights_in_a_lazy_value_are_found_by_their_rows() -> None:
+    weights = {3: [torch.ones(1)], 1: [torch.zeros(1)]}
+    model = SimpleNamespace(routed_experts_weights_of_layer=LazyValue(lambda: weights))
+
+    with pytest.raises(KeyError):  # the trap: it is no mapping
+        sorted(model.routed_experts_weights_of_layer)
+    assert sorted(engine.expert_weights(model)) == [1, 3]
 
 
 def installed(rank: int) -> dict[str, Any]:
