@@ -78,7 +78,10 @@ class EngineRecorder:
             raise ConfigError(f"{url}: {exc}, expected http://HOST:PORT") from exc
         if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{url} is no HTTP address, expected http://HOST:PORT")
-        self._url, self._host, self._port = url, host, port
+        if parts.query or parts.fragment:
+            raise ConfigError(f"{url} has a query or a fragment, expected http://HOST:PORT/PATH")
+        self._path = parts.path.rstrip("/")  # of a proxy in front of several engines
+        self._url, self._host, self._port = url.rstrip("/"), host, port
         self._is_tls = parts.scheme == "https"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -136,7 +139,7 @@ class EngineRecorder:
         kind: Any = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         try:
             with closing(kind(self._host, self._port, timeout=TIMEOUT_S)) as connection:
-                connection.request(method, path, headers=self._headers)
+                connection.request(method, self._path + path, headers=self._headers)
                 answer = connection.getresponse()
                 body: bytes = answer.read(MOST_BYTES)
         except (OSError, http.client.HTTPException) as exc:
