@@ -10,10 +10,9 @@ A CPU has none of the kernels, and a kernel's sums may depend on the other rows 
 outputs are computed here, one slot at a time, with the weights, scales and factors as they stand
 where the kernel reads them: those that a move has left behind change the output.
 
-``eplb conform`` makes an engine's own layers of each quantisation in ranks of this host's CPU,
-which are forked from the process that has imported the engine. A module of each engine,
-``rebalance.engines.ENGINE.bench``, makes the layers: ``CASES`` by their names, ``subjects``, and in
-``NOT_RUN`` what a CPU does not hold.
+Ranks are forked from the process that has imported the engine. A module of each engine,
+``rebalance.engines.ENGINE.layers``, makes the engine's own layers of each quantisation: ``CASES``
+by their names, ``subjects``, and in ``NOT_RUN`` what this hardware does not hold.
 
 Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N tokens,
 K hidden size, I intermediate size.
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 import zlib
 from collections import Counter
@@ -346,6 +346,7 @@ def verdicts_of(
     num_moves: int,
     seed: int,
     advance: Callable[[int], object] = lambda finished: None,
+    layers: str = "",
 ) -> tuple[str, list[LayerVerdict], dict[str, str]]:
     """The engine and its surroundings in a line, verdicts, and what is not run here, with reasons.
 
@@ -355,28 +356,34 @@ def verdicts_of(
         num_moves: in a row.
         seed: of maps and weights.
         advance: gets the number of cases that are finished.
+        layers: module that makes the layers; by default the engine's, which needs a CUDA device.
 
     Raises:
-        ConfigError: the engine is not installed here, or an unknown case.
+        ConfigError: the engine is not installed here, an unknown case, or no CUDA device.
     """
+    if not layers:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else the ranks could not be forked
+        if not torch.cuda.is_available():
+            raise ConfigError(f"no CUDA device here, expected one: {engine}'s own kernels are run")
+        layers = f"rebalance.engines.{engine}.layers"
     try:
-        bench = import_module(f"rebalance.engines.{engine}.bench")
+        maker = import_module(layers)
     except ImportError as exc:
         raise ConfigError(
             f"{engine} cannot be imported here: {exc}, expected its environment"
         ) from exc
     for name in names:
-        if name not in bench.CASES:
-            raise ConfigError(f"no case {name!r}, expected one of: {', '.join(bench.CASES)}")
+        if name not in maker.CASES:
+            raise ConfigError(f"no case {name!r}, expected one of: {', '.join(maker.CASES)}")
     found = []
-    for finished, name in enumerate(names or bench.CASES, 1):
-        found += _of_case(engine, name, num_moves=num_moves, seed=seed)
+    for finished, name in enumerate(names or maker.CASES, 1):
+        found += _of_case(layers, name, num_moves=num_moves, seed=seed)
         advance(finished)
     about = (
         f"{engine} {version(engine)}, eplb {eplb.__version__}, torch {torch.__version__} on "
         f"{RANKS} ranks of a CPU with gloo, {num_moves} moves in a row, seed {seed}"
     )
-    return about, found, bench.NOT_RUN
+    return about, found, maker.NOT_RUN
 
 
 def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, *salt: object) -> torch.Tensor:
@@ -393,12 +400,12 @@ def drawn(name: str, shape: Sequence[int], dtype: torch.dtype, *salt: object) ->
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[LayerVerdict]:
+def _of_case(layers: str, name: str, *, num_moves: int, seed: int) -> list[LayerVerdict]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "verdicts")
         try:
             start_processes(  # type: ignore[no-untyped-call]
-                _rank, (engine, name, num_moves, seed, result), RANKS, start_method="fork"
+                _rank, (layers, name, num_moves, seed, result), RANKS, start_method="fork"
             )
         except ProcessRaisedException as exc:
             reason = str(exc).strip().splitlines()[-1]
@@ -406,7 +413,7 @@ def _of_case(engine: str, name: str, *, num_moves: int, seed: int) -> list[Layer
         return from_json(result.read_text(encoding="utf-8"))
 
 
-def _rank(rank: int, engine: str, name: str, num_moves: int, seed: int, result: Path) -> None:
+def _rank(rank: int, layers: str, name: str, num_moves: int, seed: int, result: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -415,7 +422,7 @@ def _rank(rank: int, engine: str, name: str, num_moves: int, seed: int, result: 
         world_size=RANKS,
         timeout=timedelta(seconds=DEADLINE_S),
     )
-    subjects = import_module(f"rebalance.engines.{engine}.bench").subjects(rank, name, seed)
+    subjects = import_module(layers).subjects(rank, name, seed)
     verdicts = [one for found in subjects for one in prove(found, num_moves=num_moves, seed=seed)]
     if rank == 0:
         result.write_text(to_json(verdicts), encoding="utf-8")

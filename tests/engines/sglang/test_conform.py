@@ -7,11 +7,12 @@ import pytest
 from rebalance.engines.common.conform import LayerVerdict, report, verdicts_of
 from tests.support.engines.sglang_ranks import NAME
 
+LAYERS = "tests.support.engines.sglang_bench"
 pytestmark = pytest.mark.slow
 
 
 def verdicts(case: str) -> list[LayerVerdict]:
-    _, found, _ = verdicts_of(NAME, [case], num_moves=2, seed=1)
+    _, found, _ = verdicts_of(NAME, [case], num_moves=2, seed=1, layers=LAYERS)
     return found
 
 
@@ -39,6 +40,6 @@ def test_input_scales_of_w4a8_that_differ_by_rank_are_named() -> None:
 
 
 def test_what_a_cpu_does_not_hold_is_named() -> None:
-    about, found, not_run = verdicts_of(NAME, ["bf16"], num_moves=1, seed=1)
+    about, found, not_run = verdicts_of(NAME, ["bf16"], num_moves=1, seed=1, layers=LAYERS)
 
     assert "not run on this hardware: sleep and wake-up: " in report(about, found, not_run)

@@ -8,11 +8,12 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 
 from rebalance.engines.common.conform import LayerVerdict, verdicts_of
 
+LAYERS = "tests.support.engines.vllm_bench"
 pytestmark = pytest.mark.slow
 
 
 def verdicts(case: str) -> list[LayerVerdict]:
-    _, found, _ = verdicts_of("vllm", [case], num_moves=2, seed=1)
+    _, found, _ = verdicts_of("vllm", [case], num_moves=2, seed=1, layers=LAYERS)
     return found
 
 

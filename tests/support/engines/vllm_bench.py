@@ -43,8 +43,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, Subject, drawn
-from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.conform import subject_of
+from tests.support.engines import vllm_cpu
 
 HIDDEN, INTERMEDIATE = 256, 128  # scales of NVFP4 are swizzled in tiles of 128 rows
 SLOTS = RANKS * EACH
@@ -103,8 +103,8 @@ def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Any, Callable[[], N
 
     Collective.
     """
-    group, balancing = (on_cpu.coordinator(rank, RANKS) for _ in range(2))
-    on_cpu.install(group, balancing)
+    group, balancing = (vllm_cpu.coordinator(rank, RANKS) for _ in range(2))
+    vllm_cpu.install(group, balancing)
     _replace_devices(group)
     quantisation, back_end = CASES[name]
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
@@ -115,13 +115,13 @@ def made(rank: int, name: str, seed: int) -> tuple[Any, Any, Any, Callable[[], N
             record_metadata_for_reloading(layer)
             list(layer.load_weights(_checkpoint(layer, seed)))
             layer.quant_method.process_weights_after_loading(layer)
-    state = on_cpu.state_of()
+    state = vllm_cpu.state_of()
     for runner, own in (("draft", [drafter]), ("generate", layers)):  # vLLM adds a drafter first
-        model = on_cpu.model_of(own, EXPERTS, SLOTS, RANKS)
-        state.add_model(model, on_cpu.configuration(runner), model_name=runner)
+        model = vllm_cpu.model_of(own, EXPERTS, SLOTS, RANKS)
+        state.add_model(model, vllm_cpu.configuration(runner), model_name=runner)
     draft, target = state.model_states.values()
     for model_state in (draft, target):
-        model_state.communicator.set_stream(on_cpu.Stream())
+        model_state.communicator.set_stream(vllm_cpu.Stream())
 
     def reload() -> None:
         with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):

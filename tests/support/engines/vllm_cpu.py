@@ -1,8 +1,7 @@
 """vLLM's balancer on a CPU, with gloo between ranks: what vLLM takes from an accelerator.
 
 Events, streams, pinned memory and the groups of its parallel state are replaced. All of the
-balancer is vLLM's own: state, worker, moves, commits. For ``eplb conform`` and for tests, in
-processes that serve nothing.
+balancer is vLLM's own: state, worker, moves, commits. In processes that serve nothing.
 """
 
 from __future__ import annotations
