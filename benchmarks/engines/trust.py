@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python -m benchmarks.engines.trust [--seeds 6]
 
-Four gloo ranks with vLLM's own layers, loader and mover (``tests/support/engines/vllm_bench.py``) and
+Four gloo ranks with vLLM's own layers, loader and mover (``tests.support.engines.vllm_bench``) and
 the plug-in's mover and placement check. After a move one fault is planted on one rank, all slots
 are looked at, and all layers are moved once more: a fault that another slot has then has spread.
 """
