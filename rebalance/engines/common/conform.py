@@ -12,8 +12,9 @@ without outputs a layer is not proved.
 
 Ranks are forked from the process that has imported the engine, and may share a device: gloo is
 between them. A module of each engine, ``rebalance.engines.ENGINE.layers``, makes the engine's own
-layers of each quantisation: ``CASES`` by their names, ``subjects``, and in ``NOT_RUN`` what is not
-tried. ``subjects`` raises ``NotImplementedError`` for layers that the engine does not make here.
+layers of each quantisation: ``CASES`` by their names, ``subjects``, ``NOT_RUN`` with what is not
+tried, and ``BACKEND`` where the engine moves experts by another one. ``subjects`` raises
+``NotImplementedError`` for layers that the engine does not make here.
 
 Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N tokens, K hidden size.
 """
@@ -282,6 +283,14 @@ def from_json(text: str) -> list[LayerVerdict]:
 
 RANKS, EACH, EXPERTS, LAYERS = 4, 6, 16, 2  # a case's ranks, slots of a rank, experts and layers
 DEADLINE_S = 300.0  # for a rank to come to a collective of a case
+# NCCL between ranks that may share a device: each is a host of its own.
+SHARED_DEVICE = {
+    "NCCL_HOSTID": "conform{rank}",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+}
 
 
 def verdicts_of(
@@ -355,10 +364,12 @@ def _of_case(
     layers: str, name: str, *, num_moves: int, seed: int
 ) -> tuple[list[LayerVerdict], str]:
     """Verdicts, or why the engine does not make such layers here."""
+    # A fork spares each rank the engine's import, and cannot use CUDA where its parent has.
+    method = "spawn" if torch.cuda.is_initialized() else "fork"
     with tempfile.TemporaryDirectory() as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]
-                _rank, (layers, name, num_moves, seed, Path(folder)), RANKS, start_method="fork"
+                _rank, (layers, name, num_moves, seed, Path(folder)), RANKS, start_method=method
             )
         except ProcessRaisedException as exc:
             trace = str(exc).strip()
@@ -373,14 +384,17 @@ def _of_case(
 
 def _rank(rank: int, layers: str, name: str, num_moves: int, seed: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    os.environ.update({name: value.format(rank=rank) for name, value in SHARED_DEVICE.items()})
+    maker = import_module(layers)
     dist.init_process_group(
-        "gloo",
+        getattr(maker, "BACKEND", "gloo"),
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=RANKS,
         timeout=timedelta(seconds=DEADLINE_S),
     )
-    subjects = import_module(layers).subjects(rank, name, seed)
+    together = dist.new_group(backend="gloo")
+    subjects = maker.subjects(rank, name, seed)
     try:
         verdicts = [one for made in subjects for one in prove(made, num_moves=num_moves, seed=seed)]
         if rank == 0:
@@ -388,4 +402,4 @@ def _rank(rank: int, layers: str, name: str, num_moves: int, seed: int, folder: 
     except NotImplementedError as exc:  # alike on all ranks
         if rank == 0:
             Path(folder, "refusal").write_text(reason_of(exc), encoding="utf-8")
-    dist.barrier()  # a rank that ends while another one still connects would fail it
+    dist.barrier(together)  # a rank that ends while another one still connects would fail it

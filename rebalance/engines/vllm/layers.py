@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from vllm.config import (
     CompilationConfig,
     DeviceConfig,
@@ -155,7 +154,7 @@ def groups(rank: int, device: torch.device) -> Iterator[None]:
     parallel_state.initialize_model_parallel(RANKS, backend="gloo")
     try:
         yield
-        dist.barrier()  # another rank may still receive
+        parallel_state.get_world_group().barrier()  # another rank may still receive
     finally:
         parallel_state.destroy_model_parallel()
 
