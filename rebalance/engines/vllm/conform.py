@@ -1,4 +1,4 @@
-"""Conformance of vLLM's layers: what its kernels read of a slot, and forced moves by its own mover.
+"""Conformance of vLLM's layers: what its kernels read, and forced moves by its own mover.
 
 A forced move takes the way of vLLM's asynchronous balancer, layer by layer: ``transfer_layer``,
 ``move_from_buffer``, and the commit of the layer's map.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eplb.errors import MigrationError
-from rebalance.engines.common.conform import Matrix, Operands, Subject
+from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.check import EngineView, Named, direct
 from rebalance.engines.common.tap import IntArray
 from runtime.group import gathered_large
@@ -85,8 +85,7 @@ def subject_of(
         {layer: method_of(module) for layer, module in modules.items()},
         move,
         commit,
-        lambda row: operands_of(modules[row]),
-        interrupted if may_fail else None,
+        interrupted=interrupted if may_fail else None,
     )
 
 
@@ -130,53 +129,3 @@ def read_of(experts: Any) -> Iterator[Named]:
     if kernel is not None:
         for name, tensor in direct(kernel.fused_experts):
             yield f"kernel {name}", tensor
-
-
-def operands_of(experts: Any) -> list[Operands]:
-    """[C] what the kernel reads of each slot of this rank."""
-    config, weights = experts.quant_method.moe_quant_config, (experts.w13_weight, experts.w2_weight)
-    descs = (config._w1, config._w2)
-    kernel = getattr(experts.quant_method, "moe_kernel", None)
-    if kernel is not None:  # some kernels take the scales out of the configuration
-        taken = [getattr(kernel.fused_experts, f"w{n}_scale_val", None) for n in (1, 2)]
-    else:
-        taken = [None, None]
-
-    is_linear = method_of(experts).endswith("EMULATION")  # whatever its configuration says
-
-    def matrix(number: int, slot: int) -> Matrix:
-        desc, weight = descs[number], weights[number][slot]
-        scale = desc.scale if desc.scale is not None else taken[number]
-        if scale is not None:
-            scale = scale[slot]
-            if desc.dtype == "nvfp4" and not is_linear and config.is_scale_swizzled:
-                scale = _linear(scale, weight)
-        return Matrix(
-            weight,
-            scale,
-            *(None if one is None else one[slot] for one in (desc.alpha_or_gscale, desc.bias)),
-        )
-
-    def inputs(slot: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        found = [
-            one.alpha_or_gscale if one.alpha_or_gscale is not None else one.scale
-            for one in (config._a1, config._a2)
-        ]
-        return tuple(  # type: ignore[return-value]
-            None if one is None else one.reshape(-1)[slot % one.numel()] for one in found
-        )
-
-    return [
-        Operands(matrix(0, slot), matrix(1, slot), inputs(slot)) for slot in range(len(weights[0]))
-    ]
-
-
-def _linear(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Block scales in the order of their blocks, by vLLM's own function."""
-    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils
-
-    rows, columns = weight.shape[0], weight.shape[1] * 2
-    linear: torch.Tensor = nvfp4_emulation_utils.convert_swizzled_to_linear(
-        scale, rows, columns, 16
-    )
-    return linear[:, : columns // 16]

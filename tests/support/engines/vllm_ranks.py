@@ -25,11 +25,11 @@ from vllm.distributed import parallel_state
 from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
 from rebalance.engines.vllm import mover as mover
-from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.entry import ASSUMED as ASSUMED
 from rebalance.engines.vllm.entry import refusals as refusals
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines import vllm_cpu
 from tests.support.engines.ranks import (
     INTERVAL,
     NUM_EXPERTS,
@@ -197,8 +197,8 @@ def make_rank(
     if stages > 1:
         group, balancing = groups_of_stages(rank, stages)
     else:
-        group, balancing = (on_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
-    on_cpu.install(group, balancing)
+        group, balancing = (vllm_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
+    vllm_cpu.install(group, balancing)
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
@@ -211,19 +211,19 @@ def make_rank(
     if config is not None:
         process = PluginProcess(settings_in(config))
         install(process)
-    state = on_cpu.state_of(interval=interval, is_async=is_async)
+    state = vllm_cpu.state_of(interval=interval, is_async=is_async)
     state.parallel_config.pipeline_parallel_size = stages
     model = model_of(layers, group.world_size)
     if has_draft:
         draft = model_of([Layer(NUM_LAYERS, own, forgets)], group.world_size)
-        state.add_model(draft, on_cpu.configuration("draft"), model_name="contract (draft)")
-    state.add_model(model, on_cpu.configuration("generate"))
+        state.add_model(draft, vllm_cpu.configuration("draft"), model_name="contract (draft)")
+    state.add_model(model, vllm_cpu.configuration("generate"))
     for found in state.model_states.values():
-        found.communicator.set_stream(on_cpu.Stream())
+        found.communicator.set_stream(vllm_cpu.Stream())
     if is_async:
         run = async_worker.transfer_run_periodically
         state.async_worker = threading.Thread(
-            target=run, args=(state, on_cpu.Stream()), daemon=True
+            target=run, args=(state, vllm_cpu.Stream()), daemon=True
         )
         state.async_worker.start()
     return Rank(group, state, model, process)
@@ -243,7 +243,7 @@ def groups_of_stages(rank: int, stages: int) -> tuple[Any, Any]:
 
 def model_of(layers: list[Layer], num_ranks: int) -> Any:
     """What the balancer uses of a model."""
-    return on_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, num_ranks)
+    return vllm_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, num_ranks)
 
 
 class Layer(Experts):
