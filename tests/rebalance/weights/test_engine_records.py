@@ -253,7 +253,7 @@ def test_records_are_kept_in_a_forked_process_without_threads_of_torch(
             repair = threading.Thread(target=bring)
             repair.start()
             repair.join()
-            others = len(os.listdir("/proc/self/task")) - threading.active_count()
+            others = len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
             pipe.send((places, brought, others))  # type: ignore[attr-defined]
 
     process = ForkedProcess(keep)
