@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from rebalance.engines.vllm.decisions import MapDecision, planned, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
+
+FAULTS_STOP_MOVES = "slots or factors of a rank are wrong, and more would follow with each move"
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +68,26 @@ def policy_class(process: PluginProcess, own: Any) -> type:
     return EplbPlannerPolicy
 
 
+class RankState(NamedTuple):
+    """What a rank tells the others before each decision; the largest figure holds on all ranks."""
+
+    num_faults: int = 0  # slots, factors and layers of this rank that are known to be wrong
+
+
+def agree_on_state(group: Any, own: RankState) -> RankState:
+    """The state of all ranks: of each figure the largest. The first collective of a decision."""
+    if group.world_size == 1:
+        return own
+    figures = torch.tensor(own, dtype=torch.int64)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group.cpu_group)
+    return RankState(*figures.tolist())
+
+
 def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
     """[L, P] the map that rank 0 decided, with its lists noted for the commit."""
     group, num_experts = process.group, load.shape[1]
+    state = agree_on_state(group, RankState(num_faults=process.num_faults))
+    process.stop_moves("" if not state.num_faults else FAULTS_STOP_MOVES)
     message = torch.from_numpy(np.stack([held, np.zeros_like(held)]))
     if group.rank_in_group == 0:
         message.copy_(torch.from_numpy(_proposed(process, load, held)))

@@ -77,6 +77,8 @@ class PluginProcess:
         self.kept: Kept | None = None  # records of the target model
         self.generation = 0  # generation of the map that serves on all layers, alike on all ranks
         self.refused = ""  # why the plug-in stays off in this process
+        self.stopped = ""  # why no expert moves; alike on all ranks
+        self.kept_layers: set[int] = set()  # that could not be moved, and were not repaired since
         self._joined: Joined | None = None
         self._tap: LoadTap | None = None
         self._served: list[ServedMap] = []
@@ -100,7 +102,23 @@ class PluginProcess:
     @property
     def why_kept(self) -> str:
         """Why rank 0 keeps the map that serves, whatever it plans; "": its plans move experts."""
-        return "" if self.recorder is None else self.recorder.why_kept
+        return self.stopped or ("" if self.recorder is None else self.recorder.why_kept)
+
+    @property
+    def num_faults(self) -> int:
+        """Slots, factors and layers of this rank that are known to be wrong."""
+        return len(self.kept_layers) + (0 if self.checks is None else self.checks.num_wrong)
+
+    def stop_moves(self, reason: str) -> None:
+        """Keep the map that serves while there is a reason, alike on all ranks; "": go on."""
+        if reason == self.stopped:
+            return
+        if reason:
+            log.error("no expert moves any more: %s", reason)
+        else:
+            log.warning("experts move again: %s does not hold any more", self.stopped)
+        self._note("engine_moves", {"stopped": reason})
+        self.stopped = reason
 
     def before_add_model(self, state: Any, model: Any, group: Any) -> None:
         """Join the other ranks at the first model; collective by the ranks' key-value store."""

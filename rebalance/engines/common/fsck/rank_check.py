@@ -28,6 +28,7 @@ from rebalance.engines.common.tap import IntArray
 from rebalance.weights.expert_records import rows_of, write
 
 log = logging.getLogger(__name__)
+STOP_MOVES = ("slot", "factor")  # kinds of faults
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
 
 # All ranks' values, which JSON can express, in order of ranks: a collective.
@@ -71,6 +72,11 @@ class RankCheck:
     def num_checked(self) -> int:
         """Slots that were looked at."""
         return 0 if self._check is None else self._check.num_checked
+
+    @property
+    def num_wrong(self) -> int:
+        """Slots and factors that are known to be wrong: a move would use their bytes."""
+        return sum(fault.kind in STOP_MOVES for fault in self.faults)
 
     def begin(self, make_view: Callable[[], EngineView]) -> None:
         """Digest all slots, compare with the other ranks, and check how they choose replicas.
