@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.clock import duration_text
 from eplb.core.cost import CostModel, Decision, Objective
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import BoolArray, FloatArray
@@ -222,7 +223,7 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
         change += f", {outlook.sure:.0%} of the gain expected to last"
     if outlook.in_time != 1.0:
         change += f", {outlook.in_time:.0%} of it time at this batch"
-    figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
+    figures = f"{cost.saving_text(gain)}, costs {duration_text(lost)}"
     if not gain > 0 or lost > saved:
         return Decision.KEEP, f"{change}: {figures}"
     if outlook.num_moves == 0:

@@ -59,9 +59,32 @@ class EngineSettings:
     max_moved: Annotated[
         float, Setting("part of all slots that a plan after the first may move", at_most=1)
     ] = 0.1
+    failed_plans: Annotated[
+        int,
+        Setting(
+            "plans in a row that fail before the engine's own balancer plans, until one succeeds",
+            at_least=1,
+            at_most=1000,
+        ),
+    ] = 3
+    store_deadline_s: Annotated[
+        float,
+        Setting(
+            "time without an answer of the store before the engine's own balancer plans, until it "
+            "answers",
+            above=0,
+            at_most=86_400,
+        ),
+    ] = 600.0
     load_deadline_s: Annotated[
-        float, Setting("deadline for all ranks to load the plug-in", above=0, at_most=3600)
-    ] = 60.0
+        float,
+        Setting(
+            "deadline for all ranks to load the plug-in, from the first that has loaded its "
+            "weights; well below the engine's own wait (600 s with NCCL)",
+            above=0,
+            at_most=3600,
+        ),
+    ] = 300.0
 
     def __post_init__(self) -> None:
         check_fields(self)

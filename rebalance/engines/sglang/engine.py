@@ -207,6 +207,18 @@ def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> An
     )
 
 
+def own_target(manager: Any, tokens: torch.Tensor) -> Any:
+    """The engine's metadata for the map of its own planner.
+
+    Args:
+        manager: the engine's EPLBManager.
+        tokens: [L, E] of all ranks, so that each rank plans the same.
+    """
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+
+    return ExpertLocationMetadata.init_by_eplb(manager._model_config, tokens)
+
+
 def move(manager: Any, target: Any, rows: list[int]) -> None:
     """Move the weights of some rows and install their maps, by the engine's own updater."""
     from sglang.srt.eplb import eplb_manager

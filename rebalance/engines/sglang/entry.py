@@ -43,6 +43,9 @@ ASSUMED = Assumptions(
             "self forward_batch"
         ),
         f"{LOCATION}.ExpertLocationMetadata.update": "self other update_layer_ids",
+        f"{LOCATION}.ExpertLocationMetadata.init_by_eplb": (
+            "model_config logical_count use_flat_topology"
+        ),
         f"{EPLB}.eplb_algorithms.elasticity_aware.rebalance_experts": (
             "weight num_replicas num_groups num_nodes num_gpus enable_hierarchical active_ranks"
         ),

@@ -110,8 +110,7 @@ def communicator_class(process: PluginProcess, base: Any, on_stream: Any) -> typ
         def execute(self) -> None:
             sends, recvs = self._sends, self._recvs
             self._sends, self._recvs = [], []
-            shape = len(self._weights), self._num_experts
-            if process.decisions.keeps_layer(self._old, self._layer, *shape):
+            if process.keeps_layer(self, self._old, self._layer):
                 return  # on all ranks: nobody sends or receives
             if process.is_on("mover") and (
                 self._is_moved(sends, recvs) or self._layer in self.unmoved

@@ -2,7 +2,8 @@
 
 vLLM calls its policy on every rank and needs the same map on each. Rank 0 plans and broadcasts the
 map with the lists of replicas on the group that vLLM's own asynchronous worker uses, in the same
-thread and order. A plan that fails keeps the map that serves.
+thread and order. A plan that fails keeps the map that serves; after several, or a long time without
+a store, all ranks leave the call to vLLM's own policy, until a plan is made again.
 
 Shapes:  L MoE layers, E experts, P physical experts.
 """
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 import eplb
-from rebalance.engines.common.messages import MoveOutcome
+from rebalance.controller.plans.planning import summary
+from rebalance.engines.common.messages import MoveOutcome, PlanQuestion
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.decisions import MapDecision, planned, repetitions
+from rebalance.engines.vllm.decisions import MapDecision, ServedMap, planned, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -61,9 +63,17 @@ def policy_class(process: PluginProcess, own: Any) -> type:
                 return found
             held = np.array(old.cpu().numpy(), dtype=np.int64)
             load = np.array(weight.cpu().numpy(), dtype=np.int64)
+            served = process.model_of(held)
             if not load.any():  # profiling, or nothing was served: alike on all ranks
                 return torch.from_numpy(held)
-            return torch.from_numpy(_decided(process, load, held))
+            decided = _decided(process, served, load, held)
+            if decided is None:  # handed back, on all ranks: each has the same load
+                planned = own.rebalance_experts(
+                    weight, num_replicas, num_groups, num_nodes, num_ranks, old
+                )
+                wanted = np.array(planned.cpu().numpy(), dtype=np.int64)
+                decided = np.stack([wanted, np.zeros_like(wanted)])
+            return torch.from_numpy(_noted(served, held, decided, load.shape[1]))
 
     return EplbPlannerPolicy
 
@@ -72,6 +82,7 @@ class RankState(NamedTuple):
     """What a rank tells the others before each decision; the largest figure holds on all ranks."""
 
     num_faults: int = 0  # slots, factors and layers of this rank that are known to be wrong
+    engine_plans: int = 0  # whether vLLM's own policy has to plan; rank 0 knows
 
 
 def agree_on_state(group: Any, own: RankState) -> RankState:
@@ -83,66 +94,95 @@ def agree_on_state(group: Any, own: RankState) -> RankState:
     return RankState(*figures.tolist())
 
 
-def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
-    """[L, P] the map that rank 0 decided, with its lists noted for the commit."""
-    group, num_experts = process.group, load.shape[1]
-    state = agree_on_state(group, RankState(num_faults=process.num_faults))
+def _decided(
+    process: PluginProcess, served: ServedMap | None, load: IntArray, held: IntArray
+) -> IntArray | None:
+    """[2, L, P] the map that rank 0 decided, and its repetitions; None: vLLM's own policy plans."""
+    group, question, plan = process.group, PlanQuestion("interval"), None
+    if group.rank_in_group == 0:  # first: what comes of it decides who plans
+        question = process.asked(served)
+        plan = _planned(process, served, load, held, question)
+    why = process.why_engine_plans
+    state = agree_on_state(group, RankState(process.num_faults, int(bool(why))))
     process.stop_moves("" if not state.num_faults else FAULTS_STOP_MOVES)
-    message = torch.from_numpy(np.stack([held, np.zeros_like(held)]))
-    if group.rank_in_group == 0:
-        message.copy_(torch.from_numpy(_proposed(process, load, held)))
+    process.hand_back(why, is_so=bool(state.engine_plans))
+    is_left = bool(state.engine_plans and not state.num_faults)
+    message = torch.from_numpy(_standing(served, held))
+    if plan is not None:
+        wanted, figures = plan
+        is_kept = is_left or bool(process.why_kept) or question.is_dry
+        is_begun = not (is_kept or np.array_equal(wanted, message.numpy()))
+        outcome = MoveOutcome(question, figures, kept=process.why_kept, is_begun=is_begun)
+        process.answer(served, outcome)
+        if is_begun:
+            message.copy_(torch.from_numpy(wanted))
+    if is_left:
+        return None
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
-    wanted, repeats = message.numpy()
-    standing = process.decisions.of_map(held, num_experts)
-    # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
-    is_planned = (standing is not None and standing.is_planned) or not np.array_equal(wanted, held)
-    made = MapDecision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
-    process.decisions.add(made)
+    decided: IntArray = message.numpy()
+    return decided
+
+
+def _noted(
+    served: ServedMap | None, held: IntArray, decided: IntArray, num_experts: int
+) -> IntArray:
+    """[L, P] a map that is decided for a model, noted with its lists for the commit."""
+    wanted, repeats = decided
+    if served is not None:
+        standing = served.decision_of(held)
+        # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
+        is_changed = not np.array_equal(wanted, held)
+        is_planned = (standing is not None and standing.is_planned) or is_changed
+        served.latest = MapDecision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
     return np.array(wanted)
 
 
-def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
-    """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
-    standing = process.decisions.of_map(held, load.shape[1])
-    kept = np.zeros_like(held) if standing is None else standing.repeats
-    question, standing_map = process.asked(held), np.stack([held, kept])
-    began = time.monotonic()
+def _standing(served: ServedMap | None, held: IntArray) -> IntArray:
+    """[2, L, P] the map that serves, and its repetitions."""
+    standing = None if served is None else served.decision_of(held)
+    return np.stack([held, np.zeros_like(held) if standing is None else standing.repeats])
+
+
+def _planned(
+    process: PluginProcess,
+    served: ServedMap | None,
+    load: IntArray,
+    held: IntArray,
+    question: PlanQuestion,
+) -> tuple[IntArray, dict[str, Any]] | None:
+    """[2, L, P] map and repetitions by rank 0's plan, and its figures; None: it failed.
+
+    It never raises: the engine's pass or its worker would fail with it, and other ranks wait.
+    """
+    began, wanted = time.monotonic(), _standing(served, held)
     try:
+        standing = None if served is None else served.decision_of(held)
         is_first = standing is None or not standing.is_planned
         plan = planned(load, held, process.system, process.settings, is_first=is_first)
-        target = plan.target.slot_to_expert.astype(np.int64)
-        repeats = np.zeros_like(held)
-        if process.is_on("shares"):
-            repeats = repetitions(target, plan.target.slot_share)
+        if plan.decision is not eplb.Decision.KEEP:
+            target = plan.target.slot_to_expert.astype(np.int64)
+            repeats = np.zeros_like(held)
+            if process.is_on("shares"):
+                repeats = repetitions(target, plan.target.slot_share)
+            wanted = np.stack([target, repeats])
+        figures = summary(plan) | {"moves": int((wanted[0] != held).sum())}
     except Exception as exc:
-        # The engine's pass or its worker would fail with it.
-        log.exception("no plan: the map that serves is kept")
+        process.num_failed_plans += 1
+        error = f"{type(exc).__name__}: {exc}"
+        log.warning("no plan, number %d in a row: %s", process.num_failed_plans, error)
+        log.debug("no plan", exc_info=True)
         set_part("vllm", "policy", is_on=False)
-        process.answered(MoveOutcome(question, error=f"{type(exc).__name__}: {exc}"))
-        return standing_map
-    set_part("vllm", "policy", is_on=True)
-    is_kept = plan.decision is eplb.Decision.KEEP
-    wanted = standing_map if is_kept else np.stack([target, repeats])
-    moves = not np.array_equal(wanted, standing_map)
-    why_kept = process.why_kept
+        process.answer(served, MoveOutcome(question, error=error))
+        return None
+    process.num_failed_plans = 0
+    set_part("vllm", "policy", is_on=not process.is_handed_back)
     log.info(
         "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
         plan.decision.value,
         plan.reason,
-        (wanted[0] != held).sum(),
+        figures["moves"],
         time.monotonic() - began,
-        why_kept,
+        process.why_kept,
     )
-    if moves and not (why_kept or question.is_dry):
-        process.will_move(question)
-        return wanted
-    figures = {
-        "decision": plan.decision.value,
-        "num_moves": int((wanted[0] != held).sum()),
-        "before": float(plan.before),
-        "after": float(plan.after),
-        "reason": plan.reason,
-    }
-    process.answered(MoveOutcome(question, figures, kept=why_kept))
-    return standing_map
+    return wanted, figures

@@ -1,7 +1,8 @@
 """The plug-in in one process of vLLM: what is on, and what each hook does.
 
 No method that vLLM's serving path calls raises: a part that fails is switched off with a line in
-the log and in the gauge, and vLLM goes on as without it.
+the log and in the gauge, and vLLM goes on as without it. Where no plan can be made, or the store is
+gone for long, all ranks leave planning to vLLM's own balancer until that has changed.
 
 Shapes:  L MoE layers, E experts, P physical experts.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -27,39 +27,30 @@ from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuesti
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, capture
-from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join, set_part
-from rebalance.engines.common.store_process import StoreProcess, identity_of
+from rebalance.engines.common.start import (
+    EngineGroup,
+    Joined,
+    facts_of,
+    group_of,
+    join,
+    say_who_plans,
+    set_part,
+)
+from rebalance.engines.common.store_process import StoreProcess, identity_of, why_engine_plans
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, read_of
-from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
+from rebalance.engines.vllm.decisions import ENTRIES, MapDecision, ServedMap, next_served, planned
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
 from runtime.group import gathered_large
+from telemetry.state.events import ENGINE_PLANS
 
 PARTS = ("policy", "shares", "mover", "tap")
 DRAFT = "draft"  # what vLLM's configuration of a draft model has as its kind of runner
+NEVER_SERVED = "its map was replaced before it served on all layers"
 SEED = 1  # of the load of the first plan, which only compiles
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class ServedMap:
-    """The map of one model, as the last commits left it."""
-
-    model_state: Any
-    held: IntArray  # [L, P]
-    repeats: IntArray  # [L, P]
-
-    @property
-    def model(self) -> Any:
-        """vLLM's model."""
-        return self.model_state.model
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return int(self.model.num_logical_experts)
 
 
 class PluginProcess:
@@ -67,7 +58,6 @@ class PluginProcess:
 
     def __init__(self, settings: PluginSettings) -> None:
         self.settings = settings
-        self.decisions = Decisions()
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
         self.system = System(1, 1, 1, 0)  # ranks, and the experts of the target model
         self.num_experts = 0  # of the model that was added last
@@ -83,10 +73,12 @@ class PluginProcess:
         self._tap: LoadTap | None = None
         self._served: list[ServedMap] = []
         self._target: ServedMap | None = None  # among them: not the draft model
+        self._asked_last: ServedMap | None = None  # among them, by vLLM's policy
         self._has_changed = False
-        self._moving: PlanQuestion | None = (
-            None  # it asked for the plan whose map does not serve yet
-        )
+        # What asked for the plan whose map does not serve yet, and the plan's figures.
+        self._moving: tuple[PlanQuestion, dict[str, Any]] | None = None
+        self.num_failed_plans = 0  # in a row, on rank 0
+        self.is_handed_back = False  # whether vLLM's own policy plans; alike on all ranks
         self._on = dict.fromkeys(PARTS, False)
         for part in (*PARTS, "placement", "records"):
             set_part("vllm", part, is_on=False)
@@ -365,7 +357,26 @@ class PluginProcess:
         """The decision with the shares of a row; None: they are even."""
         if not self.is_on("shares"):
             return None
-        return self.decisions.of_layer(row, layer, len(served.held), served.num_experts)
+        return served.decision_of_layer(row, layer)
+
+    def keeps_layer(self, communicator: Any, before: IntArray, layer: int) -> bool:
+        """Whether the latest decision for a model keeps this row [P] of a layer.
+
+        Args:
+            communicator: of the model.
+            before: the row that serves.
+            layer: counted from 0.
+        """
+        states = ((one, one.model_state.communicator) for one in self._served)
+        served = next((one for one, its in states if its is communicator), None)
+        latest = None if served is None else served.latest
+        return latest is not None and latest.keeps_layer(before, layer)
+
+    def model_of(self, held: IntArray) -> ServedMap | None:
+        """The model that vLLM's policy is called for; each call of the policy asks once."""
+        served = next_served(self._served, held, self._asked_last)
+        self._asked_last = served or self._asked_last
+        return served
 
     def layer_changed(self, model_state: Any) -> None:
         """Note that some layer of a map has changed."""
@@ -386,37 +397,63 @@ class PluginProcess:
 
     def _offer_map(self) -> None:
         served = self._target
-        if self.recorder is None or served is None:
+        if self.recorder is None or served is None or self.group.rank_in_group:
             return
         held, num_experts = served.held.astype(np.int32), served.num_experts
-        decision = self.decisions.of_map(served.held, num_experts)
+        decision = served.decision_of(served.held)
         if decision is not None and np.array_equal(decision.repeats, served.repeats):
             share = decision.shares()
         else:
             share = np.array(eplb.Placement(held, num_experts).slot_share)
-        question, self._moving = self._moving, None
-        reason = "vLLM committed this map"
-        self.recorder.send(MapChange(held, share, num_experts, self.generation, reason, question))
+        moving, self._moving = self._moving, None
+        question, figures = moving or (None, {})
+        assert self._joined is not None, "the ranks have joined"
+        is_first = self.generation == self._joined.base_generation
+        unplanned = "vLLM's map at the start" if is_first else "of vLLM's own balancer"
+        reason = str(figures.get("reason", unplanned))
+        self.recorder.send(
+            MapChange(held, share, num_experts, self.generation, reason, question, figures)
+        )
 
-    def asked(self, held: IntArray) -> PlanQuestion:
-        """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
-        recorder, target = self.recorder, self._target
-        if recorder is None or target is None or not np.array_equal(held, target.held):
+    def asked(self, served: ServedMap | None) -> PlanQuestion:
+        """Why rank 0 plans for a model now: a task that waits, or vLLM's interval."""
+        recorder = self.recorder
+        if recorder is None or served is not self._target:
             return PlanQuestion("interval")  # a draft model's plans answer no task
-        if self._moving is not None:  # its map was replaced before it served on all layers
-            self.answered(MoveOutcome(self._moving))
-            self._moving = None
+        if self._moving is not None:
+            question, self._moving = self._moving[0], None
+            self.answer(served, MoveOutcome(question, error=NEVER_SERVED))
         return recorder.questions.popleft() if recorder.questions else PlanQuestion("interval")
 
-    def answered(self, outcome: MoveOutcome) -> None:
-        """Report what came of a question on rank 0."""
-        is_told = outcome.question.task_id or outcome.error or outcome.is_kept_plan
-        if self.recorder is not None and is_told:
-            self.recorder.send(outcome)
+    def answer(self, served: ServedMap | None, outcome: MoveOutcome) -> None:
+        """Report on rank 0 what came of a question: the plan, or why there is none."""
+        if self.recorder is None or served is not self._target:
+            return  # the store has no maps of a draft model
+        if outcome.is_begun:
+            self._moving = outcome.question, outcome.figures
+        self.recorder.send(outcome)
 
-    def will_move(self, question: PlanQuestion) -> None:
-        """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
-        self._moving = question if question.task_id else None
+    @property
+    def why_engine_plans(self) -> str:
+        """Why vLLM's own policy has to plan, as rank 0 knows it; "" on other ranks."""
+        if self.group.rank_in_group:
+            return ""
+        failed, settings = self.num_failed_plans, self.settings.engine
+        return why_engine_plans(self.recorder, failed, settings, is_so=self.is_handed_back)
+
+    def hand_back(self, why: str, *, is_so: bool) -> None:
+        """Have vLLM's own policy plan from now on, or not any more; the same on all ranks.
+
+        Args:
+            why: as rank 0 knows it; "" on other ranks.
+            is_so: what all ranks have agreed on.
+        """
+        if is_so == self.is_handed_back:
+            return
+        self.is_handed_back = is_so
+        say_who_plans("vllm", why, is_engine=is_so)
+        if self.group.rank_in_group == 0:
+            self._note(ENGINE_PLANS, {"reason": why if is_so else ""})
 
 
 def group_among(parallel: Any, first: int, size: int) -> EngineGroup:

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from rebalance.engines.vllm.decisions import (
     ENTRIES,
-    Decisions,
     MapDecision,
+    ServedMap,
     chosen_entries,
+    next_served,
     repetitions,
 )
 
@@ -133,11 +134,22 @@ def test_decision_is_found_by_the_row_that_it_asked_for_alone() -> None:
     held = np.stack([HELD, HELD[::-1]])
     share = np.array([[0.4, 0.6, 0.3, 0.5, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.5, 0.3, 0.6, 0.4]])
     decision = MapDecision(held[::-1].copy(), held, repetitions(held, share, 64), 3)
-    decisions = Decisions()
-    decisions.add(decision)
+    served = ServedMap(None, held[::-1].copy(), np.zeros_like(held), decision)
 
-    assert decisions.of_layer(HELD, 0, 2, 3) is decision
-    assert decisions.of_layer(HELD, 1, 2, 3) is None
-    assert decisions.of_map(held, 3) is decision
-    assert not decisions.keeps_layer(HELD, 0, 2, 3)
+    assert served.decision_of_layer(HELD, 0) is decision
+    assert served.decision_of_layer(HELD, 1) is None
+    assert served.decision_of(held) is decision
+    assert not decision.keeps_layer(HELD, 0)
     assert np.abs(decision.shares() - share).max() < 1 / 64
+
+
+def test_models_with_equal_maps_are_asked_for_in_turn() -> None:
+    maps = [np.array([HELD]), np.array([HELD]), np.array([HELD[::-1]])]
+    draft, target, other = (ServedMap(None, held, np.zeros_like(held)) for held in maps)
+    every = [draft, target, other]
+
+    assert next_served(every, maps[0], None) is draft
+    assert next_served(every, maps[0], draft) is target
+    assert next_served(every, maps[0], target) is draft
+    assert next_served(every, maps[2], draft) is other, "the map alone tells"
+    assert next_served(every, maps[0] + 1, draft) is None

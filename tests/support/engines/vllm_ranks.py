@@ -179,6 +179,7 @@ def make_rank(
     interval: int = INTERVAL,
     prepare: Callable[[list[Layer]], None] | None = None,
     has_draft: bool = False,
+    draft_layers: int = 1,
     stages: int = 1,
 ) -> Rank:
     """Install the plug-in, if a file is given, and add a model to a real ``EplbState``.
@@ -191,6 +192,7 @@ def make_rank(
         interval: steps from one rebalance to the next.
         prepare: changes the layers of this rank after they were loaded.
         has_draft: whether a draft model with experts is added before, as vLLM does.
+        draft_layers: of it.
         stages: of a pipeline, each with layers of its own.
     """
     torch.set_num_threads(1)
@@ -215,7 +217,8 @@ def make_rank(
     state.parallel_config.pipeline_parallel_size = stages
     model = model_of(layers, group.world_size)
     if has_draft:
-        draft = model_of([Layer(NUM_LAYERS, own, forgets)], group.world_size)
+        numbers = range(NUM_LAYERS, NUM_LAYERS + draft_layers)
+        draft = model_of([Layer(one, own, forgets) for one in numbers], group.world_size)
         state.add_model(draft, vllm_cpu.configuration("draft"), model_name="contract (draft)")
     state.add_model(model, vllm_cpu.configuration("generate"))
     for found in state.model_states.values():
