@@ -458,7 +458,8 @@ class PlannerLink:
             return
         self._questions.popleft()
         record, figures = found
-        log.info("trigger=%s %s seconds=%.3f", question.trigger, figures, time.monotonic() - begin)
+        figures = figures | {"plan_seconds": round(time.monotonic() - begin, 4)}
+        log.info("trigger=%s %s", question.trigger, figures)
         kept = self._link.why_kept
         if not record or question.is_dry or kept:
             record = b""

@@ -166,7 +166,9 @@ def _planned(
             if process.is_on("shares"):
                 repeats = repetitions(target, plan.target.slot_share)
             wanted = np.stack([target, repeats])
-        figures = summary(plan) | {"moves": int((wanted[0] != held).sum())}
+        elapsed_s = round(time.monotonic() - began, 4)
+        moves = int((wanted[0] != held).sum())
+        figures = summary(plan) | {"moves": moves, "plan_seconds": elapsed_s}
     except Exception as exc:
         process.num_failed_plans += 1
         error = f"{type(exc).__name__}: {exc}"
@@ -181,8 +183,8 @@ def _planned(
         "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
         plan.decision.value,
         plan.reason,
-        figures["moves"],
-        time.monotonic() - began,
+        moves,
+        elapsed_s,
         process.why_kept,
     )
     return wanted, figures

@@ -14,14 +14,12 @@ MAX_MOVED, MAPS = 0.1, 6
 
 
 def moved(rank: int, config: Path, is_async: bool) -> list[list[int]]:
-    """Moves of draft and target with each map of the target."""
+    """Moves of draft and target by their first plans, and then with each map of the target."""
     made = make_rank(rank, config, is_async=is_async, has_draft=True, draft_layers=NUM_LAYERS)
-    made.until_it_may_move()
-    found = []
-    for _ in range(MAPS):
-        states = list(made.state.model_states.values())
+    states, found = list(made.state.model_states.values()), []
+    for maps in (2, *[1] * MAPS):  # of both models after the switches were read
         before = [state.physical_to_logical_map.clone() for state in states]
-        made.until_maps(1)
+        made.until_maps(maps)
         pairs = zip(states, before, strict=True)
         found.append([int((state.physical_to_logical_map != old).sum()) for state, old in pairs])
     made.close()

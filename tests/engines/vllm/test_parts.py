@@ -138,7 +138,7 @@ def failing_plan(rank: int, config: Path) -> dict[str, Any]:
 
 
 def test_plan_that_raises_keeps_map_and_shares(tmp_path: Path) -> None:
-    found = on_ranks(failing_plan, config_in(tmp_path))
+    found = on_ranks(failing_plan, config_in(tmp_path, engine__failed_plans=100))
 
     assert all(one["is kept"] for one in found)
     assert found[0]["gauge"] == 0.0
