@@ -137,12 +137,12 @@ class Started:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         port, board = free_port(), free_port()
-        options: dict[str, Any] = {}
+        # The cache's size is given, not measured: other runs load and end meanwhile.
+        options: dict[str, Any] = {"gpu_memory_utilization": share}
+        options["kv_cache_memory_bytes"] = KV_BYTES if on_gpu else KV_BYTES >> 4
         if on_gpu:
-            options = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": share}
-            options |= {"enable_trace_replay": True, "moe_backend": "triton"}
-            # Given, not measured: other runs load and end meanwhile.
-            options |= {"kv_cache_memory_bytes": KV_BYTES}
+            options |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
+            options |= {"enable_trace_replay": True}
         if run.quantization:
             options["quantization"] = run.quantization
         self.processes = []
@@ -231,8 +231,8 @@ def serve_all(runs: Sequence[Run], out: Path, models: Path, on_gpu: bool, share:
     current, began = start(), time.monotonic()
     while current is not None:
         failed = current.wait_loaded()
-        following = start()
         current.begin()
+        following = start()
         failed = failed or current.wait_served()
         current.end()
         seconds = time.monotonic() - began
