@@ -69,17 +69,24 @@ def compress_units(engine: Path, folder: Path) -> list[Path]:
     """Write the units of the engine's wheel into a folder, and return them."""
     folder.mkdir(parents=True, exist_ok=True)
     units, code = [], folder / CODE_UNIT
-    with zipfile.ZipFile(engine) as archive, tarfile.open(code, "w:xz", preset=4) as packed:
+    with zipfile.ZipFile(engine) as archive:
+        small = []
         for member in members(archive):
-            if member.file_size >= LARGE:
-                unit = folder / unit_name(member.filename)
-                compress_file(archive, member, unit)
-                units.append(unit)
+            if member.file_size < LARGE:
+                small.append(member)
                 continue
-            data = archive.read(member)
-            info = tarfile.TarInfo(member.filename)
-            info.size, info.mode = len(data), 0o755 if ".so" in member.filename else 0o644
-            packed.addfile(info, io.BytesIO(data))
+            units.append(folder / unit_name(member.filename))
+            compress_file(archive, member, units[-1])
+        if not code.exists():
+            partial = code.with_suffix(".partial")
+            with tarfile.open(partial, "w:xz", preset=4) as packed:
+                for member in small:
+                    data = archive.read(member)
+                    info = tarfile.TarInfo(member.filename)
+                    info.size = len(data)
+                    info.mode = 0o755 if ".so" in member.filename else 0o644
+                    packed.addfile(info, io.BytesIO(data))
+            partial.rename(code)
     return [*units, code]
 
 

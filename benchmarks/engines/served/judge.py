@@ -1,11 +1,12 @@
 """Judge the answers of runs, and what their workers measured; write the table.
 
 An answer is compared with that of the reference run, which has no EPLB, token by token: its
-*difference* is the mean of the absolute differences of the tokens' log-probabilities. A *group* is
-what all ranks serve at once. The bound of a reference comes from runs without EPLB whose batches,
-and whose number of ranks, differ from its own: twice the largest difference of an answer, and one
-and a half times the largest mean of a group. A group notices a slot that is wrong for some of its
-tokens; a single answer of the 16-bit formats may differ because the router's choice was close.
+*difference* is the root of the mean square of the differences of its tokens' log-probabilities. A
+*group* is what all ranks serve at once, with one difference over all of its tokens. The bounds of a
+reference come from runs without EPLB whose batches, and whose number of ranks, differ from its own:
+the largest difference of an answer and of a group, with some slack. A single answer of the 16-bit
+formats may differ much because the router's choice was close; a slot that is wrong changes some
+tokens of every group.
 
 Shapes:  N steps, L layers, P slots.
 """
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from benchmarks.engines.served.serve import Run
 
-OF_ANSWER, OF_GROUP = 2.0, 1.5  # slack over what runs without EPLB differ by
+OF_ANSWER, OF_GROUP = 2.0, 1.25  # slack over what runs without EPLB differ by
 LATE_S = 1e-3
 Floats = NDArray[np.float64]
 
@@ -45,7 +46,12 @@ def answers_of(run: Run, out: Path) -> tuple[NDArray[np.int64], Floats]:
 
 def differences(numbers: NDArray[np.int64], logs: Floats, reference: Floats) -> Floats:
     """[G, n] difference of each answer to that of the reference, which has them by number."""
-    found: Floats = np.abs(logs - reference[numbers]).mean(axis=-1)
+    return root_mean_square(logs - reference[numbers])
+
+
+def root_mean_square(values: Floats) -> Floats:
+    """Over the last axis; values that are nan are left out."""
+    found: Floats = np.sqrt(np.nanmean(values**2, axis=-1))
     return found
 
 
@@ -64,7 +70,7 @@ def bound_of(reference: Run, runs: Sequence[Run], out: Path) -> tuple[float, flo
         if run.mode == "none" and run.reference == reference.name and outcome_of(run, out) == "":
             found = differences(*answers_of(run, out), table)
             answer = np.nanmax([answer, np.nanmax(found)])
-            group = np.nanmax([group, np.nanmax(np.nanmean(found, axis=1))])
+            group = np.nanmax([group, np.nanmax(root_mean_square(found))])
     return OF_ANSWER * float(answer), OF_GROUP * float(group)
 
 
@@ -164,7 +170,7 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
     table, bounds = reference_of(reference, out), bound_of(reference, runs, out)
     if run.reference:
         found = differences(numbers, logs, table)
-        groups = np.nanmean(found, axis=1)
+        groups = root_mean_square(found)
         over = (found > bounds[0]).sum()
         row |= {
             "difference": quantiles(found[np.isfinite(found)]),
@@ -192,7 +198,7 @@ def judge_faults(ranks: Sequence[dict[str, Any]], table: Floats, bound: float) -
         found = [
             differences(np.array(one["numbers"]), np.array(one["logs"]), table) for one in each
         ]
-        means.append(float(np.nanmean(np.concatenate(found))))
+        means.append(float(root_mean_square(np.concatenate(found))))
     control, planted = means[0], means[1:]
     return {
         "faults": len(planted),

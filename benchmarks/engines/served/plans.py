@@ -15,23 +15,26 @@ EAGER = {
     "planner.pay_back_s": "1e9",
     "planner.target_imbalance": "1.0",
 }
-ALONE = {"ranks": 1, "sequences": 128, "redundant": 0}
+PER_ROUND = 256
+ALONE = {"ranks": 1, "sequences": PER_ROUND, "redundant": 0}
 
 
 def proof_load(prompts: int) -> Load:
     """Short prompts whose topic changes with each round."""
-    return Load(prompts, 128, prompt_tokens=16, answer_tokens=12, rounds_of_topic=1, seed=SEED)
+    tokens = {"prompt_tokens": 16, "answer_tokens": 12}
+    return Load(prompts, PER_ROUND, **tokens, rounds_of_topic=1, seed=SEED)
 
 
 def proof_of(
     dtype: str, ranks: int, prompts: int, changes: int, faults: int, quantization: str = ""
 ) -> list[Run]:
-    """A format: its reference, runs for its bound, and the plug-in while maps change."""
+    """A format: its reference, a run for its bound, and the plug-in while maps change."""
     name, load = quantization or dtype, proof_load(prompts)
     rounds = load.num_rounds
     common = {"load": load, "rounds": rounds, "dtype": dtype, "quantization": quantization}
-    each = {**common, "ranks": ranks, "sequences": 128 // ranks}
-    moved = {**each, "mode": "plugin", "settings": EAGER, "changes": changes}
+    common |= {"interval": 2, "probes": PER_ROUND}
+    each = {**common, "ranks": ranks, "sequences": PER_ROUND // ranks}
+    moved = {**each, "mode": "plugin", "settings": EAGER, "changes": changes, "at_most_s": 90.0}
     reference = f"{name}-none"
     moved["reference"] = reference
     return [
@@ -55,6 +58,7 @@ def measured(ranks: int, prompts: int, interval: int = 32) -> list[Run]:
         "sequences": 64 // ranks,
         "interval": interval,
         "graphs": True,
+        "at_most_s": 80.0,
     }
     return [Run(f"measured-{mode}", mode=mode, **each) for mode in ("none", "own", "plugin")]
 
@@ -62,17 +66,23 @@ def measured(ranks: int, prompts: int, interval: int = 32) -> list[Run]:
 def bring_up(ranks: int) -> list[Run]:
     """A first look at everything, in two minutes."""
     proof = proof_of("float32", ranks, prompts=2048, changes=10, faults=4)[:3]
-    return [*proof, *measured(ranks, prompts=1024)[1:]]
+    return [*proof, *measured(ranks, prompts=1024)]
 
 
 def proof(ranks: int) -> list[Run]:
     """Over 10,000 answers and 300 maps in each run of the plug-in."""
-    many = {"prompts": 10240, "changes": 300}
+    many = {"prompts": 10240, "changes": 300, "faults": 20}
     return [
-        *proof_of("float32", ranks, **many, faults=20)[:3],
-        *proof_of("bfloat16", ranks, **many, faults=20),
-        *proof_of("bfloat16", ranks, **many, faults=20, quantization="fp8_per_tensor")[:3],
+        *proof_of("bfloat16", ranks, **many),
+        *proof_of("bfloat16", ranks, **many, quantization="fp8_per_tensor")[:3],
+        *proof_of("float32", ranks, **many)[:3],
     ]
+
+
+def final(ranks: int) -> list[Run]:
+    """Proof and measurement, in the order of their weight: time may end before the last ones."""
+    runs = proof(ranks)
+    return [*runs[:6], *measured(ranks, prompts=6144), *runs[6:]]
 
 
 def on_cpu(ranks: int) -> list[Run]:
@@ -88,6 +98,7 @@ def on_cpu(ranks: int) -> list[Run]:
 PLANS: dict[str, Callable[[int], list[Run]]] = {
     "bring-up": bring_up,
     "proof": proof,
+    "final": final,
     "measured": lambda ranks: measured(ranks, prompts=6144),
     "cpu": on_cpu,
 }

@@ -13,21 +13,22 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines.served import transport
 from benchmarks.engines.served.judge import judge_runs, outcome_of, write_table
 from benchmarks.engines.served.load import Load
 from benchmarks.engines.served.model import write_model
 
 LOAD_DEADLINE_S = 300.0
-STOP_GRACE_S = 20.0
+STOP_GRACE_S = 10.0
+AHEAD = 2  # runs that load while one serves
 KV_BYTES = 1 << 30  # of one rank
 
 
@@ -57,6 +58,16 @@ class Run:
     settings: dict[str, str] = field(default_factory=dict)  # of the plug-in's file, by section.name
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks run."""
+
+    on_gpu: bool
+    share: float  # of the GPU's memory, or of the host's without a GPU, for one rank
+    way: str = "sockets"  # as ``transport`` names them
+    library: Path = Path()  # NCCL
+
+
 def plugin_file(run: Run, folder: Path) -> Path:
     """Write the plug-in's configuration of a run."""
     settings = {
@@ -75,19 +86,8 @@ def plugin_file(run: Run, folder: Path) -> Path:
     return path
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
-
-
-def environment_of(run: Run, rank: int, port: int, folder: Path, on_gpu: bool) -> dict[str, str]:
-    """Variables of one rank.
-
-    NCCL refuses two ranks of one host on one GPU. With an identity of a host each, it takes them
-    for several hosts and talks over sockets.
-    """
+def environment_of(run: Run, rank: int, port: int, folder: Path, place: Place) -> dict[str, str]:
+    """Variables of one rank."""
     told = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -101,44 +101,29 @@ def environment_of(run: Run, rank: int, port: int, folder: Path, on_gpu: bool) -
     if run.ranks > 1:
         told |= {
             "VLLM_DP_RANK": str(rank),
-            "VLLM_DP_RANK_LOCAL": "0" if on_gpu else str(rank),
+            "VLLM_DP_RANK_LOCAL": "0" if place.on_gpu else str(rank),
             "VLLM_DP_SIZE": str(run.ranks),
             "VLLM_DP_MASTER_IP": "127.0.0.1",
             "VLLM_DP_MASTER_PORT": str(port),
         }
-    if on_gpu:
-        told |= {
-            "NCCL_HOSTID": f"rank{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_P2P_DISABLE": "1",
-            "NCCL_SHM_DISABLE": "1",
-            "VLLM_NCCL_SO_PATH": nccl_library(),
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-        }
+    if place.on_gpu:
+        told |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        told |= transport.environment_of(place.way, rank, place.library)
     if run.mode == "plugin":
         told["EPLB_CONFIG"] = str(plugin_file(run, folder))
     return {**os.environ, **told}
 
 
-def nccl_library() -> str:
-    """The NCCL that torch brought."""
-    import nvidia.nccl
-
-    return f"{next(iter(nvidia.nccl.__path__))}/lib/libnccl.so.2"
-
-
 class Started:
     """The processes of one run."""
 
-    def __init__(self, run: Run, folder: Path, model: Path, on_gpu: bool, share: float) -> None:
-        self.run, self.folder = run, folder
+    def __init__(self, run: Run, folder: Path, model: Path, place: Place) -> None:
+        self.run, self.folder, on_gpu = run, folder, place.on_gpu
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        port, board = free_port(), free_port()
+        port, board = transport.free_port(), transport.free_port()
         # The cache's size is given, not measured: other runs load and end meanwhile.
-        options: dict[str, Any] = {"gpu_memory_utilization": share}
+        options: dict[str, Any] = {"gpu_memory_utilization": place.share}
         options["kv_cache_memory_bytes"] = KV_BYTES if on_gpu else KV_BYTES >> 4
         if on_gpu:
             options |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
@@ -162,7 +147,7 @@ class Started:
             with (folder / f"log.{rank}").open("wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.engines.served.rank", str(path)],
-                    env=environment_of(run, rank, port, folder, on_gpu),
+                    env=environment_of(run, rank, port, folder, place),
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -215,30 +200,45 @@ class Started:
                 time.sleep(0.1)
 
 
-def serve_all(runs: Sequence[Run], out: Path, models: Path, on_gpu: bool, share: float) -> None:
-    """Serve the runs one after another; each one loads while the one before it serves."""
-    waiting = list(runs)
+def serve_all(
+    runs: Sequence[Run],
+    out: Path,
+    models: Path,
+    place: Place,
+    within_s: float,
+    note_served: Callable[[], None],
+) -> None:
+    """Serve the runs one after another, while the next ones load; in the time that is given."""
+    waiting, loading = list(runs), list[Started]()
+    began = time.monotonic()
 
-    def start() -> Started | None:
-        if not waiting:
-            return None
-        run = waiting.pop(0)
-        model = models / f"{run.size}-{run.dtype}"
-        device = "cuda" if on_gpu else "cpu"
-        write_model(model, run.size, run.dtype, run.load.seed, device)
-        return Started(run, out / run.name, model, on_gpu, share)
+    def load_more() -> None:
+        while waiting and len(loading) < AHEAD:
+            run = waiting.pop(0)
+            model = models / f"{run.size}-{run.dtype}"
+            device = "cuda" if place.on_gpu else "cpu"
+            write_model(model, run.size, run.dtype, run.load.seed, device)
+            loading.append(Started(run, out / run.name, model, place))
 
-    current, began = start(), time.monotonic()
-    while current is not None:
-        failed = current.wait_loaded()
-        current.begin()
-        following = start()
-        failed = failed or current.wait_served()
-        current.end()
+    load_more()
+    while loading:
+        current = loading.pop(0)
+        try:
+            failed = current.wait_loaded()
+            current.begin()
+            if time.monotonic() - began < within_s:
+                load_more()
+            failed = failed or current.wait_served()
+        finally:
+            current.end()
         seconds = time.monotonic() - began
         (current.folder / "outcome").write_text(failed)
         print(f"{seconds:7.1f} s  {current.run.name}: {failed or 'served'}", flush=True)
-        current = following
+        note_served()
+        if seconds > within_s:
+            for started in loading:
+                started.end()
+            break
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,26 +252,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", help="names of runs; the others are left out")
     parser.add_argument("--models", type=Path, default=Path("/tmp/served-models"))
     parser.add_argument("--share", type=float, default=0.05, help="of the GPU for one rank")
+    parser.add_argument("--within", type=float, default=3600, help="seconds in which runs start")
+    parser.add_argument("--way", choices=("fastest", *transport.WAYS), default="fastest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     on_gpu = options.device == "cuda"
+    place = Place(on_gpu, options.share)
     if on_gpu:
         import torch
 
         if not torch.cuda.is_available():
             print("serve: torch sees no GPU, expected an NVIDIA GPU", file=sys.stderr)
             return 2
+        notes: list[str] = []
+        if options.way == "fastest":
+            way, library = transport.choose(options.ranks, notes.append)
+        else:
+            way, library = options.way, transport.libraries()[0]
+            if way in ("shared", "mps") and not transport.start_mps():
+                print(f"serve: MPS does not start, expected it for --way {way}", file=sys.stderr)
+                return 2
+        place = Place(on_gpu, options.share, way, library)
+        print("; ".join([*notes, f"way {way}, {library}"]), flush=True)
     runs = PLANS[options.plan](options.ranks)
     if options.only:
         runs = [run for run in runs if run.name in options.only]
     options.out.mkdir(parents=True, exist_ok=True)
-    serve_all(runs, options.out, options.models, on_gpu, options.share)
-    measured = [run.name for run in runs if run.size == "wide" and not outcome_of(run, options.out)]
-    if on_gpu and measured:
-        timing = [sys.executable, "-m", "benchmarks.engines.served.experts_time"]
-        subprocess.run([*timing, str(options.out), *measured], check=False)
-    rows = judge_runs(runs, options.out)
-    write_table(rows, options.out, vars(options))
+
+    def judge() -> list[dict[str, Any]]:
+        rows = judge_runs(runs, options.out)
+        write_table(rows, options.out, {**vars(options), "way": place.way})
+        return rows
+
+    try:
+        serve_all(runs, options.out, options.models, place, options.within, judge)
+        wide = [run.name for run in runs if run.size == "wide" and not outcome_of(run, options.out)]
+        if on_gpu and wide:
+            timing = [sys.executable, "-m", "benchmarks.engines.served.experts_time"]
+            subprocess.run([*timing, str(options.out), *wide], check=False)
+    finally:
+        if place.way in ("shared", "mps"):
+            transport.stop_mps()
+    rows = judge()
     print((options.out / "served.md").read_text())
     return 0 if all(row["is_expected"] for row in rows) else 1
 
