@@ -353,7 +353,7 @@ def test_nothing_may_move_while_the_switches_cannot_be_read(tmp_path: Path) -> N
     assert {at_the_start, without_a_store, after_its_loss} == {UNREAD}
 
 
-def test_release_that_was_not_tested_moves_nothing_until_all_ranks_have_checked(url: str) -> None:
+def test_untested_release_moves_nothing_until_all_ranks_have_checked(url: str) -> None:
     untried = "vllm 9.9 is newer than what was tested"
     made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO, untried=untried))
 
@@ -378,7 +378,7 @@ def test_release_that_was_not_tested_moves_nothing_until_all_ranks_have_checked(
         assert made.close(NEVER_S)
 
 
-def test_release_that_was_not_tested_moves_experts_after_the_checks_of_its_ranks(url: str) -> None:
+def test_untested_release_moves_experts_once_its_ranks_have_checked(url: str) -> None:
     made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO, untried="vllm 9.9 is newer"))
     with closing(open_store(url, DEPLOYMENT)) as store:
         until(lambda: "vllm 9.9 is newer" in made.why_kept)
