@@ -32,6 +32,7 @@ class SampleOrigin:
     whole: str = ""  # deployment of all groups; "": it has this one alone
     engine: str = ""  # name of the engine among several
     groups: tuple[str, ...] = ()  # deployments of the groups of this engine
+    untried: str = ""  # why this release is observed first; "": it was tested
 
     @property
     def is_first(self) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ GAUGE = "eplb_engine_plugin_loaded"
 PREFIX = "eplb-plugin"
 REFUSED = "refused: "  # before the reason of a rank that cannot take part
 PATIENCE_S = 10.0  # before a rank says whom it waits for
+LIBRARIES = ("numba", "scipy", "zstandard")  # that the plug-in needs and an engine may lack
 LOG_FORMAT = "EPLB %(levelname)s %(asctime)s [%(process)d] %(message)s"
 
 
@@ -123,10 +125,14 @@ def load_plugin(
         return False
     try:
         check_packages(("runtime", "telemetry", "rebalance"))
+        check_libraries(LIBRARIES)  # first: what follows imports them
         from rebalance.engines.common.plugin_settings import settings_of
+        from telemetry.state.store import file_of
 
         settings = settings_of(environ)
         assert settings is not None, "the variable is set"
+        if file_of(settings.deployment.store_url) is None:
+            check_libraries(["redis"])
         for refusal in install(settings):
             raise ConfigError(refusal)
     except Exception as exc:  # whatever it is, the engine starts
@@ -135,6 +141,17 @@ def load_plugin(
         return False
     log.info("EPLB plug-in loaded for deployment %r", settings.deployment.name)
     return True
+
+
+def check_libraries(names: Iterable[str]) -> None:
+    """Check that libraries are installed, before a part that needs them fails while it serves.
+
+    Raises:
+        ConfigError: some are missing; the message names all of them.
+    """
+    missing = " ".join(name for name in names if find_spec(name) is None)
+    if missing:
+        raise ConfigError(f"{missing}: not installed here, expected: pip install {missing}")
 
 
 def facts_of(engine: str, settings: PluginSettings) -> str:

@@ -37,8 +37,10 @@ from eplb.core.cost import Decision
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.errors import EplbError, PlacementError, StaleGeneration, StoreError
+from eplb.migration.serialisation import topology_from_dict
 from eplb.settings.loader import GROUP_VARIABLE
 from eplb.versions import CONTROLLER, Announcement
+from rebalance.engines.common.fsck.report import Report, report_of
 from rebalance.engines.common.messages import (
     UNREAD,
     LinkReport,
@@ -104,6 +106,9 @@ class StoreLink:
         self._num_failures = self._num_errors = 0
         self._report = LinkReport(False, self._unread, -1)  # the last one; none was sent yet
         self._reporting = Lock()
+        self._is_failing = False  # whether the failure that lasts was logged
+        # Why a release that was not tested moves nothing yet; "" once all ranks have checked.
+        self._unproved, self._next_proof = identity.untried, 0.0
         self._end = Event()
         self._planning = PlannerLink(identity, self) if identity.planner else None
         self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
@@ -130,11 +135,13 @@ class StoreLink:
             try:
                 self._turn(is_last=is_last)
                 pause_s, wait_s = FIRST_PAUSE_S, TICK_S
+                self._is_failing &= not self._has_run  # a second engine is refused again and again
                 self._send_report(is_on=self._reaches_the_store(), **self._safe())
             except Exception as exc:
                 level = logging.WARNING if isinstance(exc, (EplbError, OSError)) else logging.ERROR
-                if wait_s == TICK_S:
+                if not self._is_failing:
                     log.log(level, "the store cannot be used: %s; the engine serves on", exc)
+                self._is_failing = True
                 self._num_failures += 1
                 self._send_report(is_on=False, why_kept=self._unread)
                 pause_s, wait_s = min(2 * pause_s, LONGEST_PAUSE_S), pause_s
@@ -360,6 +367,7 @@ class StoreLink:
             store.announce(Announcement(CONTROLLER, holder))
         # A switch of the whole deployment is one of each group.
         kept = why_kept(store) or ("" if self._whole is None else why_kept(self._whole))
+        kept = kept or self._why_observed(store)
         self._send_report(why_kept=kept, is_on=self._reaches_the_store())
         if lease is None:
             self._leases.pop("controller", None)
@@ -376,6 +384,14 @@ class StoreLink:
         question = PlanQuestion("task", task.id, bool(task.request.get("dry_run", True)))
         if self._planning is None or not self._planning.takes(question):
             self._reply(question)
+
+    def _why_observed(self, store: StateStore) -> str:
+        if self._unproved and time.monotonic() >= self._next_proof:
+            self._next_proof = time.monotonic() + RANK_REPORT_S
+            num_ranks = topology_from_dict(self._identity.info.topology).num_ranks
+            lacking = why_unproved(report_of(store), num_ranks)
+            self._unproved = f"{self._identity.untried}: {lacking}" if lacking else ""
+        return self._unproved
 
     def _finish(self, store: StateStore, fence: int) -> None:
         while self._outcomes:
@@ -446,7 +462,7 @@ class PlannerLink:
 
     def _answer(self) -> None:
         question = self._questions[0]
-        begin = time.monotonic()
+        began = time.monotonic()
         try:
             found = self._plan()
         except Exception as exc:
@@ -458,9 +474,16 @@ class PlannerLink:
             return
         self._questions.popleft()
         record, figures = found
-        figures = figures | {"plan_seconds": round(time.monotonic() - begin, 4)}
-        log.info("trigger=%s %s", question.trigger, figures)
+        figures = figures | {"plan_seconds": round(time.monotonic() - began, 4)}
         kept = self._link.why_kept
+        log.info(
+            "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
+            figures["decision"],
+            figures["reason"],
+            figures["moves"],
+            figures["plan_seconds"],
+            kept,
+        )
         if not record or question.is_dry or kept:
             record = b""
         self._given = question if record else None
@@ -484,6 +507,18 @@ def why_kept(store: StateStore) -> str:
     for name in ("cordons", "pins"):
         if found := state.text(name):
             return f"{name} are {found!r}, expected none: plans of the plug-in know no {name}"
+    return ""
+
+
+def why_unproved(report: Report, num_ranks: int) -> str:
+    """What a release that was not tested lacks to move experts: each rank's check of its slots."""
+    for rank in range(num_ranks):
+        if reason := report.ranks.get(rank, "it has not begun"):
+            return f"rank {rank} does not check its slots: {reason}"
+        if not report.rounds.get(rank, 0):
+            return f"rank {rank} has not looked at all its slots, expected one round of each rank"
+    for fault in report.faults:
+        return f"the placement check has found a fault: {fault}"
     return ""
 
 

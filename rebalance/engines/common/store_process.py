@@ -328,7 +328,7 @@ def identity_of(
     rank: int,
     model: ModelShape,
     topology: Topology,
-    **planning: Any,
+    **further: Any,
 ) -> SampleOrigin:
     """Whose samples a rank writes.
 
@@ -338,7 +338,7 @@ def identity_of(
         rank: which.
         model: layers and experts of the samples.
         topology: slots of all ranks.
-        planning: further fields of ``SampleOrigin``, where the process plans.
+        further: fields of ``SampleOrigin``.
     """
     described = model_to_dict(model), topology_to_dict(topology)
     info = RunInfo(joined.run, time.time(), *described, settings.telemetry.window_steps)
@@ -346,6 +346,6 @@ def identity_of(
     spool = "" if folder is None else str(folder / group.name / f"rank-{rank:04d}")
     whole, url = settings.deployment.name, settings.deployment.store_url
     if group.name:
-        planning |= {"whole": whole, "engine": group.engine}
-        planning["groups"] = tuple(group_name(whole, one) for one in group.all)
-    return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **planning)
+        further |= {"whole": whole, "engine": group.engine}
+        further["groups"] = tuple(group_name(whole, one) for one in group.all)
+    return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **further)

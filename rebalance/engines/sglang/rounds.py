@@ -114,6 +114,7 @@ class Rounds:
         group: a CPU group of all ranks that nothing else uses.
         joined: the run of this start, and the generation from which its maps count on.
         settings: of the plug-in.
+        untried: why this release is observed first; "": it was tested.
     """
 
     def __init__(
@@ -123,14 +124,16 @@ class Rounds:
         group: dist.ProcessGroup,
         joined: Joined,
         settings: PluginSettings,
+        untried: str = "",
     ) -> None:
         self._manager, self._tap, self._group = manager, tap, group
-        self._joined, self._settings = joined, settings
+        self._joined, self._settings, self._untried = joined, settings, untried
         self._every = settings.telemetry.window_steps  # passes from one round to the next
         self._rank = dist.get_rank()
         self._pass = self._window_begin = 0
         self._chunks: list[list[int]] = []  # rows still to be moved
         self._target: Any = None  # the engine's metadata that they are moved to
+        self._move: engine.Move | None = None  # to that target
         self._planned: tuple[Planned, PlanQuestion | None] | None = None
         self._shape: Shape | None = None
         self.recorder: StoreProcess | None = None
@@ -162,10 +165,15 @@ class Rounds:
                 self._round()
         if self.stopped:
             return
-        if self._chunks:
-            self._move_next()
-        elif self.checks is not None:
-            self.checks.visit(is_idle=self._tap.mode == "IDLE")
+        rows = self._chunks[0] if self._chunks else []
+        if rows:
+            assert self._move is not None, "it was made with the rows"
+            self._move(rows)
+        with self._collective():
+            if self._chunks:
+                self._after_move(rows)
+            elif self.checks is not None:
+                self.checks.visit(is_idle=self._tap.mode == "IDLE")
 
     def close(self) -> None:
         """End the background threads and processes."""
@@ -327,10 +335,12 @@ class Rounds:
         with self._reported():
             if self._tokens is not None and self._tokens.any():
                 target = engine.own_target(self._manager, self._tokens)
-                prepared = target, self._chunks_to(target.physical_to_logical_map_cpu.numpy())
+                held = target.physical_to_logical_map_cpu.numpy()
+                move = engine.mover(self._manager, target)
+                prepared = target, move, self._chunks_to(held)
         if self._begins_together(prepared is not None):
             assert prepared is not None, "all ranks have it"
-            self._target, self._chunks = prepared
+            self._target, self._move, self._chunks = prepared
             self._tokens = None
 
     def _begins_together(self, can: bool) -> bool:
@@ -355,6 +365,7 @@ class Rounds:
             self._rank,
             shape.system.model(shape.rows, shape.num_experts),
             shape.system.topology(shape.num_slots),
+            untried=self._untried,
             **{} if self._rank else planning,
         )
         self._shape, self.recorder = shape, StoreProcess("sglang", identity)
@@ -402,13 +413,13 @@ class Rounds:
                 log.warning("plan refused: %s; the map that serves stays", exc)
         if self._begins_together(prepared is not None):
             assert prepared is not None, "all ranks have it"
-            planned, self._target, self._chunks = prepared
+            planned, self._target, self._move, self._chunks = prepared
             self._planned = (planned, question)
         elif self.recorder is not None and question is not None:
             self.recorder.send(MoveOutcome(question, error="the ranks could not take the plan"))
 
-    def _prepared(self, record: bytes) -> tuple[Planned, Any, list[list[int]]]:
-        """The plan, the engine's metadata for it, and rows to move in each pass."""
+    def _prepared(self, record: bytes) -> tuple[Planned, Any, engine.Move, list[list[int]]]:
+        """The plan, the engine's metadata for it, its mover, and rows to move in each pass."""
         assert self._shape is not None, "the plan is for this model"
         planned = answer_of(record)
         held = engine.metadata().physical_to_logical_map_cpu.numpy()
@@ -419,7 +430,8 @@ class Rounds:
         lists = replica_lists(planned.slot_to_expert, times, self._shape.num_experts)
         chosen = planned.sources[:, :, self._rank].copy() if planned.sources.size else None
         target = engine.metadata_for(planned.slot_to_expert, lists, chosen)
-        return planned, target, self._chunks_to(planned.slot_to_expert)
+        move = engine.mover(self._manager, target)
+        return planned, target, move, self._chunks_to(planned.slot_to_expert)
 
     def _chunks_to(self, wanted: IntArray) -> list[list[int]]:
         """Rows to move in each pass to a map [L, S]."""
@@ -430,12 +442,8 @@ class Rounds:
         # Without a move there is still a pass that installs lists or tables.
         return [chunk for chunk in kept if chunk] or [[]]
 
-    def _move_next(self) -> None:
-        chunk = self._chunks[0]
-        if chunk:
-            engine.move(self._manager, self._target, chunk)
-            with self._collective():
-                self._restore_wrong(chunk)
+    def _after_move(self, rows: list[int]) -> None:
+        self._restore_wrong(rows)
         del self._chunks[0]
         if not self._chunks:
             with self._reported():

@@ -17,7 +17,9 @@ import torch
 from eplb.errors import MigrationError
 from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.check import EngineView, Named, direct
+from rebalance.engines.common.guards import require
 from rebalance.engines.common.tap import IntArray
+from rebalance.engines.vllm.entry import CONFORM
 from runtime.group import gathered_large
 
 
@@ -33,6 +35,7 @@ def subject_of(
         layers: by their order in the model.
         may_fail: whether a transfer of vLLM's own communicator for gloo may be made to fail.
     """
+    require(CONFORM)
     from vllm.distributed.eplb import eplb_state, rebalance_execute
 
     model, rank = model_state.model, group.rank_in_group

@@ -1,7 +1,7 @@
 """The functions of vLLM that the plug-in wraps, and how they are put back.
 
-A wrapper gets vLLM's own function first, and calls it with the arguments that it got. ``install``
-is idempotent, because vLLM may load its plug-ins several times in a process.
+A wrapper calls vLLM's own function with the arguments that it got. Whatever of the plug-in fails in
+it, vLLM gets the result of its own function, or its exception.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
 
         @functools.wraps(own)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(process, own, *args, **kwargs)
+            call = OwnCall(own)
+            try:
+                return around(process, call, *args, **kwargs)
+            except Exception as exc:
+                if call.error is exc:
+                    raise
+                log.exception("the EPLB plug-in has failed in %s, vLLM goes on", name)
+            return call.result if call.is_made else own(*args, **kwargs)
 
         setattr(owner, name, wrapper)
         undo.append(lambda: setattr(owner, name, own))
@@ -64,24 +71,45 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     wrap(eplb_state.EplbState, "step", _step)
 
 
+class OwnCall:
+    """vLLM's own function in one call of a wrapper, and what came of it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.is_made = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and keep its result or what it raises."""
+        self.is_made = True
+        try:
+            self.result = self.function(*args, **kwargs)
+        except BaseException as exc:
+            self.error = exc
+            raise
+        return self.result
+
+
 def _add_model(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     state: Any,
     model: Any,
     model_config: Any,
-    model_name: str | None = None,
+    *name: Any,
+    **named: Any,
 ) -> None:
     from vllm.distributed.eplb import eplb_state
 
     process.before_add_model(state, model, eplb_state.get_eplb_group())
-    own(state, model, model_config, model_name)
+    own(state, model, model_config, *name, **named)  # before 0.32 it takes no name
     process.after_add_model(state, model_config, eplb_state.get_node_count())
 
 
 def _step(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     state: Any,
     is_dummy: bool = False,
     is_profile: bool = False,
@@ -94,7 +122,7 @@ def _step(
 
 def _create_eplb_communicator(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     group_coordinator: Any,
     backend: str,
     expert_weights: Any,
@@ -109,19 +137,19 @@ def _create_eplb_communicator(
 
     def own_on(links: Any) -> Any:
         group = SimpleNamespace(cpu_group=links, device_group=links)
-        return own(group, backend, expert_weights, expert_buffer)
+        return own.function(group, backend, expert_weights, expert_buffer)
 
     checked = communicator_class(process, EplbCommunicator, device_stream)
     return checked(group_coordinator, expert_weights, expert_buffer, made, own_on)
 
 
-def _move_to_buffer(process: PluginProcess, own: Any, *args: Any, **kwargs: Any) -> Any:
+def _move_to_buffer(process: PluginProcess, own: OwnCall, *args: Any, **kwargs: Any) -> Any:
     kwargs["communicator"].wanted = np.array(kwargs["new_indices"], dtype=np.int64)
     return own(*args, **kwargs)
 
 
 def _move_from_buffer(
-    process: PluginProcess, own: Any, expert_weights: Any, *args: Any, **kwargs: Any
+    process: PluginProcess, own: OwnCall, expert_weights: Any, *args: Any, **kwargs: Any
 ) -> None:
     if not process.is_unmoved(expert_weights):
         own(expert_weights, *args, **kwargs)
@@ -129,7 +157,7 @@ def _move_from_buffer(
 
 def _commit_eplb_maps_for_layer(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     model_state: Any,
     new_physical_to_logical_map: Any,
     layer: int,
@@ -146,7 +174,7 @@ def _commit_eplb_maps_for_layer(
 
 
 def _commit_eplb_maps(
-    process: PluginProcess, own: Any, model_state: Any, new_physical_to_logical_map: Any
+    process: PluginProcess, own: OwnCall, model_state: Any, new_physical_to_logical_map: Any
 ) -> None:
     kept = [n for n in range(len(new_physical_to_logical_map)) if process.keeps_map(model_state, n)]
     if kept:
@@ -165,9 +193,9 @@ def _commit_eplb_maps(
 
 def _with_lists(process: PluginProcess, model_state: Any, row: Any, layer: int) -> None:
     """Add the lists of shares to a map that vLLM has committed; it serves without them too."""
-    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-
     try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
         with gpu_sync_allowed():
             process.committed(model_state, row, layer)
     except Exception:

@@ -56,8 +56,9 @@ log = logging.getLogger(__name__)
 class PluginProcess:
     """State of the plug-in; ``hooks`` calls its methods from vLLM's functions."""
 
-    def __init__(self, settings: PluginSettings) -> None:
+    def __init__(self, settings: PluginSettings, untried: str = "") -> None:
         self.settings = settings
+        self._untried = untried  # why this release is observed first; "": it was tested
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
         self.system = System(1, 1, 1, 0)  # ranks, and the experts of the target model
         self.num_experts = 0  # of the model that was added last
@@ -94,7 +95,7 @@ class PluginProcess:
     @property
     def why_kept(self) -> str:
         """Why rank 0 keeps the map that serves, whatever it plans; "": its plans move experts."""
-        return self.stopped or ("" if self.recorder is None else self.recorder.why_kept)
+        return self.stopped or (self._untried if self.recorder is None else self.recorder.why_kept)
 
     @property
     def num_faults(self) -> int:
@@ -197,11 +198,11 @@ class PluginProcess:
     def _start_tap(self, served: ServedMap) -> None:
         assert self._joined is not None, "the ranks have joined"
         layers, (num_layers, num_slots) = served.model.moe_layers, served.held.shape
-        top_k = int(getattr(layers[0], "top_k", 1) or 1) if layers else 1
+        top_k = int(getattr(experts_of(layers[0]), "top_k", 1) or 1) if layers else 1
         settings, rank = self.settings, self.group.rank_in_group
         shape = self.system.model(layer_numbers(layers, num_layers), served.num_experts, top_k)
         topology = self.system.topology(num_slots)
-        identity = identity_of(settings, self._joined, rank, shape, topology)
+        identity = identity_of(settings, self._joined, rank, shape, topology, untried=self._untried)
         self.recorder = StoreProcess("vllm", identity)
         self._tap = LoadTap(
             num_layers,
@@ -232,12 +233,19 @@ class PluginProcess:
         self.kept = capture(find, self.group.cpu_group, self.settings, model)
         set_part("vllm", "records", is_on=self.kept is not None)
         try:
-            target = together(self._taken_over, self.group.cpu_group)
-        except MigrationError as exc:
-            log.error("experts are checked from the first move of each layer on: %s", exc)
+            target = together(self._checked_target, self.group.cpu_group)
+        except MigrationError as exc:  # on all ranks
+            log.error("experts move unchecked: %s", exc)
+            self._switch("mover", is_on=False)
             return
         target.model_state.communicator.kept = self.kept
         target.model_state.communicator.take_references(target.held)
+
+    def _checked_target(self) -> ServedMap:
+        target = self._taken_over()
+        if not hasattr(target.model_state.communicator, "take_references"):
+            raise RankError("vLLM's own communicator moves the target's experts")
+        return target
 
     def is_unmoved(self, expert_weights: Any) -> bool:
         """Whether these weights are of a layer that keeps its map, so that nothing is copied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from api.monitor.monitor import Monitor
 from eplb import ModelShape, Placement, Topology
 from eplb.errors import PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.common.fsck.report import PARTS, report_of
+from rebalance.engines.common.fsck.report import BEGUN, FAULT, PARTS, ROUND, report_of
 from rebalance.engines.common.messages import (
     UNREAD,
     MapChange,
@@ -395,6 +396,23 @@ def test_engine_that_shares_a_name_is_refused_with_the_way_out(url: str) -> None
         one.close()
 
 
+def test_second_engine_is_warned_about_once_while_the_first_runs(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = SampleOrigin(DEPLOYMENT, url, 0, INFO)
+    link = StoreLink(identity, lambda reply: None)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+    second = replace(identity, info=replace(INFO, run="vllm-2"))
+    refused = StoreLink(second, lambda reply: None)
+    until(lambda: refused._num_failures >= 4)
+    for one in (refused, link):
+        one.close()
+
+    (warning,) = [one for one in caplog.messages if "the store cannot be used" in one]
+    assert "expected no other engine" in warning
+
+
 @pytest.fixture
 def stages(url: str) -> Iterator[list[StoreProcess]]:
     """Rank 0 of each of two pipeline stages."""
@@ -496,6 +514,45 @@ def test_nothing_may_move_while_the_switches_cannot_be_read(tmp_path: Path) -> N
     server.kill()
 
     assert {at_the_start, without_a_store, after_its_loss} == {UNREAD}
+
+
+def test_untested_release_moves_nothing_until_all_ranks_have_checked(url: str) -> None:
+    untried = "vllm 9.9 is newer than what was tested"
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO, untried=untried))
+
+    def checked(rank: int, kind: str, detail: dict[str, Any]) -> None:
+        store.add_event(kind, {"run": INFO.run, "rank": rank} | detail)
+
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: "rank 0 does not check its slots: it has not begun" in made.why_kept)
+        checked(0, BEGUN, {"reason": ""})
+        until(lambda: "rank 0 has not looked at all its slots" in made.why_kept)
+        checked(0, ROUND, {"rounds": 1})
+        until(lambda: "rank 1 does not check its slots" in made.why_kept)
+        checked(1, BEGUN, {"reason": ""})
+        checked(1, FAULT, {"kind": "replicas", "row": 0, "slot": 3, "text": "planted"})
+        checked(1, ROUND, {"rounds": 1})
+        until(
+            lambda: (
+                made.why_kept
+                == f"{untried}: the placement check has found a fault: rank 1: planted"
+            )
+        )
+        assert made.close(NEVER_S)
+
+
+def test_untested_release_moves_experts_once_its_ranks_have_checked(url: str) -> None:
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO, untried="vllm 9.9 is newer"))
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: "vllm 9.9 is newer" in made.why_kept)
+        for rank in (0, 1):
+            about = {"run": INFO.run, "rank": rank}
+            store.add_event(BEGUN, about | {"reason": ""})
+            store.add_event(ROUND, about | {"rounds": 1})
+        until(lambda: not made.why_kept)
+        store.set_control(replace(store.control(), observe=True), reason="test")
+        until(lambda: made.why_kept == "the deployment is only observed")
+        assert made.close(NEVER_S)
 
 
 def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: StoreProcess) -> None:
@@ -631,6 +688,24 @@ def test_plan_that_a_switch_keeps_is_recorded(
     assert (event.detail["decision"], event.detail["moves"]) == ("MOVE", 3)
     assert event.detail["reason"] == "it pays (not moved: the deployment is only observed)"
     assert not published
+
+
+@pytest.mark.parametrize(("shift", "figures"), [(0, KEEP), (1, MOVE)])
+def test_each_decision_of_the_planner_is_logged(
+    shift: int, figures: dict[str, Any], url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = f"{Planner.__module__}:{Planner.__name__}"
+    identity = SampleOrigin(DEPLOYMENT, url, 0, INFO, planner=planner, terms={"shift": shift})
+    with caplog.at_level(logging.INFO):
+        link = StoreLink(identity, lambda reply: None)
+        link.take(PassWindow(np.ones_like(HELD), HELD, np.zeros_like(HELD)))
+        link.take(PlanQuestion("interval"))
+        until(lambda: [one for one in caplog.messages if one.startswith("decision=")])
+        link.close()
+
+    (line,) = [one for one in caplog.messages if one.startswith("decision=")]
+    words = "decision={decision} reason={reason!r} moved={moves} seconds=".format(**figures)
+    assert line.startswith(words)
 
 
 def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:

@@ -25,8 +25,6 @@ from vllm.distributed import parallel_state
 from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
 from rebalance.engines.vllm import mover as mover
-from rebalance.engines.vllm.entry import ASSUMED as ASSUMED
-from rebalance.engines.vllm.entry import refusals as refusals
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines import vllm_cpu
