@@ -188,12 +188,18 @@ class PluginProcess:
         nodes = num_nodes if size % num_nodes == 0 else 1
         self.system = System(size, nodes, model.num_expert_groups, expert_bytes)
         if self.is_on("policy") and not self.group.rank_in_group:
-            # Plans that nobody uses: the first one compiles the planner, for seconds.
-            load = np.random.default_rng(SEED).integers(1, 1000, (len(held), served.num_experts))
-            for is_first in (True, False):
-                planned(load, held, self.system, self.settings, is_first=is_first)
+            self._compile_planner(held, served.num_experts)
         if self.is_on("tap"):
             self._start_tap(served)
+
+    def _compile_planner(self, held: IntArray, num_experts: int) -> None:
+        """Make plans that nobody uses: the first one compiles, for seconds."""
+        load = np.random.default_rng(SEED).integers(1, 1000, (len(held), num_experts))
+        try:
+            for is_first in (True, False):
+                planned(load, held, self.system, self.settings, is_first=is_first)
+        except Exception as exc:  # each plan that vLLM asks for will say so, and count
+            log.warning("a first plan cannot be made: %s: %s", type(exc).__name__, exc)
 
     def _start_tap(self, served: ServedMap) -> None:
         assert self._joined is not None, "the ranks have joined"
