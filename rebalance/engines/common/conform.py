@@ -22,6 +22,7 @@ Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N toke
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import traceback
@@ -243,7 +244,7 @@ class _Proof:
 
 def all_faults(view: EngineView, references: References) -> list[Fault]:
     """The faults of all slots of this rank, each once."""
-    check = PlacementCheck(view, references, lambda: 0.0, 1.0)
+    check = PlacementCheck(view, references, lambda: 0.0, math.inf)  # it waits for no time
     found = list[Fault]()
     while check.num_checked < check.num_slots:  # digests come from a device meanwhile
         found += check.visit(is_idle=True)
