@@ -22,13 +22,14 @@ Shapes:  L layers, E experts, S slots of all ranks, C slots of this rank, N toke
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
@@ -132,10 +133,11 @@ def prove(subject: Subject, *, num_moves: int = MOVES, seed: int = 0) -> list[La
         proof.step("failed move", subject.interrupted, another())
         proof.step("move after it", subject.move, another())
     proof.step("move back", subject.move, first)
+    verdicts = proof.verdicts()
     if subject.reload is not None:
         subject.move(another())
         proof.step(RELOAD, subject.reload)
-    verdicts = proof.verdicts()
+        verdicts = [replace(one, reload=proof.first_of(RELOAD, one.layer)) for one in verdicts]
     if not all(one.may_move for one in verdicts):
         for row, copies in zip(view.rows, saved, strict=True):
             for tensor, copy in zip(view.moved(row), copies, strict=True):
@@ -187,31 +189,34 @@ class _Proof:
         ]
 
     def _verdict(self, row: int, tensors: tuple[str, ...], note: str, trace: str) -> LayerVerdict:
-        by_step = {
-            step: tuple(str(fault) for fault in faults if fault.row == row)
-            for step, faults in self._faults.items()
-        }
-        errors = dict(self._errors)
-        after_reload = (*by_step.pop(RELOAD, ()), *errors.pop(RELOAD, ())[:1])
-        step = next((step for step, faults in by_step.items() if faults), "")
+        step = next((step for step in self._faults if self._of(step, row)), "")
         result: Result = "not proved" if note else "proved"
         if step:
             result = "failed"
-        elif errors:
-            step, (note, trace) = next(iter(errors.items()))
+        elif self._errors:
+            step, (note, trace) = next(iter(self._errors.items()))
             result = "not proved"
+        faults = self._of(step, row)
         return LayerVerdict(
             row,
             self._subject.methods[row],
             result,
             tensors,
             step,
-            by_step.get(step, ())[:MOST_FAULTS],
-            len(by_step.get(step, ())),
+            tuple(faults[:MOST_FAULTS]),
+            len(faults),
             note,
-            next(iter(after_reload), ""),
-            trace,
+            trace=trace,
         )
+
+    def _of(self, step: str, row: int) -> list[str]:
+        """The faults of a layer in a step."""
+        return [str(fault) for fault in self._faults.get(step, ()) if fault.row == row]
+
+    def first_of(self, step: str, row: int) -> str:
+        """The first fault of a layer in a step, else its error."""
+        error, _ = self._errors.get(step, ("", ""))
+        return next(iter(self._of(step, row)), error)
 
     def _read(self, row: int) -> list[tuple[str, torch.Tensor]]:
         """What kernels read of a layer, and the outputs of its slots."""
@@ -243,7 +248,7 @@ class _Proof:
 
 def all_faults(view: EngineView, references: References) -> list[Fault]:
     """The faults of all slots of this rank, each once."""
-    check = PlacementCheck(view, references, lambda: 0.0, 1.0)
+    check = PlacementCheck(view, references, lambda: 0.0, math.inf)  # it waits for no time
     found = list[Fault]()
     while check.num_checked < check.num_slots:  # digests come from a device meanwhile
         found += check.visit(is_idle=True)

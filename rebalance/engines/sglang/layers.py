@@ -107,7 +107,7 @@ def start(rank: int, device: torch.device, **arguments: object) -> Any:
         ep_num_redundant_experts=SLOTS - EXPERTS, ep_dispatch_algorithm="dynamic",
         init_expert_location="trivial", **arguments,
     ).install()  # fmt: skip
-    get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank)
+    get_parallel().override_permanently(tp_rank=rank, moe_ep_rank=rank, moe_tp_rank=0)
     shape = ModelConfigForExpertLocation(LAYERS, EXPERTS, None)
     ModelConfigForExpertLocation.from_model_config = staticmethod(lambda config: shape)
     live = ExpertLocationMetadata.init_by_mapping(
