@@ -21,7 +21,7 @@ ALONE = {"ranks": 1, "sequences": PER_ROUND, "redundant": 0}
 
 def proof_load(prompts: int) -> Load:
     """Short prompts whose topic changes with each round."""
-    tokens = {"prompt_tokens": 16, "answer_tokens": 12}
+    tokens = {"prompt_tokens": 16, "answer_tokens": 8}
     return Load(prompts, PER_ROUND, **tokens, rounds_of_topic=1, seed=SEED)
 
 

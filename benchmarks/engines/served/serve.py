@@ -28,7 +28,7 @@ from benchmarks.engines.served.model import write_model
 
 LOAD_DEADLINE_S = 300.0
 STOP_GRACE_S = 10.0
-AHEAD = 2  # runs that load while one serves
+AHEAD = 3  # runs at once: one serves, the others load
 KV_BYTES = 1 << 30  # of one rank
 
 
@@ -221,24 +221,24 @@ def serve_all(
             loading.append(Started(run, out / run.name, model, place))
 
     load_more()
-    while loading:
-        current = loading.pop(0)
-        try:
+    try:
+        while loading:
+            current = loading[0]
             failed = current.wait_loaded()
             current.begin()
             if time.monotonic() - began < within_s:
                 load_more()
             failed = failed or current.wait_served()
-        finally:
-            current.end()
-        seconds = time.monotonic() - began
-        (current.folder / "outcome").write_text(failed)
-        print(f"{seconds:7.1f} s  {current.run.name}: {failed or 'served'}", flush=True)
-        note_served()
-        if seconds > within_s:
-            for started in loading:
-                started.end()
-            break
+            loading.pop(0).end()
+            seconds = time.monotonic() - began
+            (current.folder / "outcome").write_text(failed)
+            print(f"{seconds:7.1f} s  {current.run.name}: {failed or 'served'}", flush=True)
+            note_served()
+            if seconds > within_s:
+                break
+    finally:
+        for started in loading:
+            started.end()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,6 +256,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--way", choices=("fastest", *transport.WAYS), default="fastest")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
+    # As an exception: the ranks are ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("serve: ended"))
     on_gpu = options.device == "cuda"
     place = Place(on_gpu, options.share)
     if on_gpu:
