@@ -235,7 +235,7 @@ class Rounds:
         """Offer each expert to the host cache; collective, whatever has failed on this rank."""
 
         def find() -> tuple[list[Tensors], IntArray]:
-            weights = self._manager._get_model().routed_experts_weights_of_layer
+            weights = engine.expert_weights(self._manager._get_model())
             held = engine.metadata().physical_to_logical_map_cpu.numpy()
             return [weights[row] for row in sorted(weights)], held[sorted(weights)]
 
@@ -251,7 +251,7 @@ class Rounds:
         if self.kept is None or not rows:
             return
         assert self._shape is not None, "the model is known"
-        weights = self._manager._get_model().routed_experts_weights_of_layer
+        weights = engine.expert_weights(self._manager._get_model())
         held, own = engine.metadata().physical_to_logical_map_cpu.numpy(), self._shape.own
         wrong: list[tuple[int, int, Tensors]] = []  # layer, expert and the tensors of the slot
         with self._reported():

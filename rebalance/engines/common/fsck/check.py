@@ -364,6 +364,17 @@ class PlacementCheck:
         self.num_checked = 0  # slots
         self.num_rounds = 0  # checks of all slots of this rank
 
+    def prepare(self) -> None:
+        """Make a look that nobody judges, before the engine serves; its time does not count.
+
+        The first look at a GPU compiles a kernel for each size of a tensor. As the cost of a look,
+        these seconds would keep the next one away for a thousand times as long.
+        """
+        self._look()
+        self._place = self.num_rounds = 0
+        self._digests = RecordDigests()  # passes may run on another stream than this one
+        self._since = self._clock()
+
     def visit(self, *, is_idle: bool) -> list[Fault]:
         """Judge the slot that was looked at, or look at the next one, if there is time for it."""
         begin = self._clock()

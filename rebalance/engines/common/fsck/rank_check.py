@@ -100,6 +100,11 @@ class RankCheck:
         else:
             log.warning("placement check is off: %s", refused[0])
         set_part(self._engine, "placement", is_on=self._check is not None)
+        if self._check is not None:
+            try:
+                self._check.prepare()
+            except Exception as exc:
+                self._end(exc)
         self._write(BEGUN, {"reason": refused[0] if refused else ""})
         self._note(faults)
         self.after_map()
@@ -140,9 +145,12 @@ class RankCheck:
                 self._rounds = self._check.num_rounds
                 self._write(ROUND, {"rounds": self._rounds})
         except Exception as exc:
-            self._check = None
-            set_part(self._engine, "placement", is_on=False)
-            log.warning("placement check ended: %s: %s", type(exc).__name__, exc)
+            self._end(exc)
+
+    def _end(self, exc: Exception) -> None:
+        self._check = None
+        set_part(self._engine, "placement", is_on=False)
+        log.warning("placement check ended: %s: %s", type(exc).__name__, exc)
 
     def look_first(self, layer: int, place: int) -> None:
         """Look next at a slot of this rank that another part found wrong.
