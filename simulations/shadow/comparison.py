@@ -272,6 +272,7 @@ class Account:
     worst: float = 1.0  # one layer in one window
     rebalances: int = 0
     _imbalance: list[float] = field(default_factory=list)  # [T] mean over layers
+    _tokens: list[int] = field(default_factory=list)  # [T]
     _received: list[int] = field(default_factory=list)  # [T] experts, from another rank
     _seconds: list[float] = field(default_factory=list)  # [T] of serving that moves take
     _shown: Placement | None = None  # ``serving`` as the engine's rule serves it
@@ -286,6 +287,7 @@ class Account:
         found = imbalance(tokens, self._shown, self.terms.topology)
         self.worst = max(self.worst, float(found.max()))
         self._imbalance.append(float(found.mean()))
+        self._tokens.append(int(tokens.sum()))
         self._received.append(received)
         self._seconds.append(seconds)
 
@@ -308,6 +310,11 @@ class Account:
     def imbalance(self) -> Series:
         """[T] of the judged windows, mean over layers."""
         return np.array(self._imbalance)
+
+    @property
+    def tokens(self) -> Series:
+        """[T] of the judged windows, of all layers."""
+        return np.array(self._tokens, dtype=np.float64)
 
     @property
     def received(self) -> Series:

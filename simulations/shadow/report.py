@@ -23,6 +23,7 @@ from eplb.core.load import sampling_noise
 from eplb.errors import counted
 from simulations.report import TextTable, percentile, text_of
 from simulations.shadow.comparison import Account, Comparison, EngineSide, Variant
+from simulations.windows import mean_by_tokens
 
 SCHEMA = "eplb-shadow/1"
 UNTOLD = ("no difference", "too few windows")
@@ -93,7 +94,7 @@ def _figures(account: Account) -> dict[str, Any]:
     series, moved = account.imbalance, int(account.received.sum())
     has = bool(len(series))
     return {
-        "imbalance_mean": float(series.mean()) if has else None,
+        "imbalance_mean": mean_by_tokens(series, account.tokens) if has else None,
         "imbalance_p95": percentile(series, 95),
         "imbalance_max_layer": account.worst if has else None,
         "imbalance_series": [round(value, 6) for value in series.tolist()],
@@ -135,7 +136,10 @@ def _ours(
 def _differences(theirs: Account, ours: Account, prices: Prices) -> dict[str, Difference]:
     """What is judged over windows, each with its interval; what is not known is left out."""
     seed, cost = theirs.terms.seed, theirs.terms.cost
-    gain, seconds = theirs.imbalance - ours.imbalance, theirs.seconds - ours.seconds
+    # A window's imbalance costs time in proportion to its tokens; the mean of these is by tokens.
+    part = ours.tokens / max(float(ours.tokens.mean()), 1e-300) if len(ours.tokens) else 1.0
+    gain = (theirs.imbalance - ours.imbalance) * part
+    seconds = theirs.seconds - ours.seconds
     found = {
         "imbalance": difference_of(gain, seed, least=LEAST_IMBALANCE),
         "move_seconds": difference_of(seconds, seed, least=LEAST_SECONDS),
@@ -202,9 +206,9 @@ def table(found: dict[str, Any]) -> TextTable:
         f"{found['dispatch']}; chance alone makes {found['noise_floor']:.3f}"
     )
     caption = (
-        "mean, p95: imbalance over windows; worst: one layer in one window; plans: rebalances that "
-        "move; experts, GB: to other ranks; s: of moves; net s: serving time won less moves, "
-        "against the engine; KV GB: freed on a rank against the engine's slots"
+        "mean, p95: imbalance over windows, the mean by tokens; worst: one layer in one window; "
+        "plans: rebalances that move; experts, GB: to other ranks; s: of moves; net s: serving "
+        "time won less moves, against the engine; KV GB: freed on a rank against the engine's slots"
     )
     headings = ["placements", "mean", "p95", "worst", "plans", "experts"]
     headings += ["GB", "s", "net s", "KV GB"]
