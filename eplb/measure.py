@@ -163,9 +163,10 @@ def bound_of(problem: Problem) -> FloatArray:
     topology = problem.topology
     if problem.objective == "time":
         return _time_bound(problem)
-    busy = (problem.scaled > 0).any(axis=2).mean(axis=1)  # [L]
+    is_busy = (problem.routed > 0).astype(np.float64)  # [T, L]
+    busy = problem.mean_over_windows(is_busy)
     stay = problem.groups_stay and is_exact(problem.num_groups, topology.num_nodes)
-    mean = problem.scaled.mean(axis=1)
+    mean = problem.mean_scaled
     zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
     # In units of the mean rank load over busy windows.
     while_busy = mean / np.maximum(busy, 1e-300)[:, None]
@@ -235,9 +236,8 @@ def _time_bound(problem: Problem) -> FloatArray:
         rate, extra = demand.rate[:, window], demand.extra[:, window]
         everything = (tokens * cheapest[:, :, window]).sum(axis=1) * rate + extra * num_ranks
         time = np.maximum((largest * rate + extra) / fastest, everything / together)
-        bound += np.where(rate > 0, time, 1.0)
-    mean: FloatArray = bound / num_windows
-    return mean
+        bound += np.where(rate > 0, time, 1.0) * demand.weight[window]
+    return bound
 
 
 def _cheapest_token(demand: Demand) -> FloatArray:

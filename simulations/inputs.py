@@ -10,12 +10,13 @@ import numpy as np
 
 from eplb.core.kernels import Kernel, kernel_for
 from eplb.core.load import LoadHistory
-from eplb.core.model import PRESETS, ModelShape, preset, spans
+from eplb.core.model import PRESETS, ModelShape, spans
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError, counted
 from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, WindowSeries, of_history
 from simulations.workloads import PREFIX, windows_named
+from telemetry.formats.model_config import model_by_name
 from telemetry.formats.routing import (
     Layout,
     batched_windows,
@@ -177,7 +178,7 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
         ConfigError: no known model has this shape, or several have.
     """
     if name is not None:
-        return preset(name), f"{name}, as asked for"
+        return model_by_name(name), f"{name}, as asked for"
     shape = f"{windows.num_layers} MoE layers x {windows.num_experts} experts"
     if (described := windows.deployment.model) is not None:
         return described, f"{shape}, as the store describes it"
@@ -190,7 +191,8 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
     if len({id(one) for one in alike.values()}) != 1:
         raise ConfigError(
             f"the load has {shape}, which {'several' if alike else 'no'} known models have, "
-            f"expected --model with one of: {', '.join(sorted(alike or PRESETS))}"
+            "expected --model with the model's config.json, or one of: "
+            f"{', '.join(sorted(alike or PRESETS))}"
         )
     found = next(iter(alike))
     return alike[found], f"{found}, the known model of {shape}"

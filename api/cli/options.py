@@ -135,7 +135,8 @@ class LayerOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="A known model: its MoE layers, bytes and expert groups, which stay on nodes."
+            help="A known model, or a config.json: MoE layers, bytes, expert groups, which stay on "
+            "nodes."
         ),
     ] = None
     layer_ids: Annotated[str | None, typer.Option(help="Numbers of the MoE layers, as 3-60.")] = (
@@ -153,14 +154,14 @@ class LayerOptions:
     ] = None
 
     def shape(self) -> Any:
-        """Return the known model (``ModelShape``); None: none is named.
+        """Return the model (``ModelShape``); None: none is named.
 
         Raises:
-            ConfigError: the model is not known.
+            ConfigError: the model is not known, or its file lacks a figure.
         """
-        from eplb.core.model import preset
+        from telemetry.formats.model_config import model_by_name
 
-        return preset(self.model) if self.model else None
+        return model_by_name(self.model) if self.model else None
 
     def reading(self, **others: Any) -> Any:
         """Return how a file is read (``ReadOptions``); a known model states its MoE layers.

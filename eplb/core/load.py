@@ -5,7 +5,12 @@ busiest rank is about z sqrt(R / n) above the mean, where z is the expected maxi
 samples. Requests differ, so real windows fluctuate by more; this is estimated from several windows.
 No placement planned on the past avoids that imbalance in the next window.
 
-Shapes:  L MoE layers, C slots of one rank, E experts, T windows, R ranks.
+Windows differ in tokens, by night and day most of all. Noise in the shares of a window goes with
+1 / n, and what its imbalance costs goes with its time, that is with n: by both, a window weighs as
+its tokens. What compares windows with each other, and for that needs windows of similar noise,
+takes those with few tokens together with the next (``blocks``).
+
+Shapes:  L MoE layers, C slots of one rank, E experts, T windows, B blocks, R ranks.
 """
 
 from __future__ import annotations
@@ -153,6 +158,22 @@ class LoadHistory:
             tuple(self.phases[place] for place in places),
         )
 
+    def joined(self, starts: NDArray[np.intp]) -> LoadHistory:
+        """The windows of each block summed; ``starts`` [B] as ``blocks`` gives them."""
+        ends = np.append(starts[1:], self.num_windows) - 1
+        missing, phases = self.missing_ranks, self.phases
+        return LoadHistory(
+            np.add.reduceat(self.tokens, starts, axis=0),
+            self.first_step[starts],
+            self.last_step[ends],
+            self.phase,
+            tuple(
+                frozenset[int]().union(*missing[start : end + 1])
+                for start, end in zip(starts, ends, strict=True)
+            ),
+            tuple(phases[end] for end in ends),
+        )
+
 
 def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     """Take a LoadHistory, or an array [L, E] or [T, L, E] (a torch tensor too), as a history.
@@ -199,17 +220,66 @@ def _where(flat: np.integer, shape: tuple[int, ...]) -> str:
 
 
 FEWEST_WINDOWS = 4  # with fewer, one sudden change would count as noise
+IDLE = 0.5  # part of the usual tokens below which a window is taken together with the next
 
 
-def fluctuation(load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[L] imbalance above 1 by fluctuation between windows; 0 with fewer than FEWEST_WINDOWS.
+def usual_tokens(tokens: NDArray[np.number]) -> float:
+    """Tokens of a window such that half of all tokens are in windows with at least as many.
 
-    Half the squared difference of neighbouring windows is their variance without slow drift; the
+    Args:
+        tokens: [T] of each window.
+    """
+    largest_first = np.sort(tokens)[::-1]
+    sums = largest_first.cumsum(dtype=np.float64)
+    return float(largest_first[np.searchsorted(sums, sums[-1] / 2)])
+
+
+def blocks(tokens: NDArray[np.number], usual: float | None = None) -> NDArray[np.intp]:
+    """[B] first window of each block: neighbours that together have at least IDLE of the usual.
+
+    Windows with few tokens are part of the next block, at the end of the last one. Windows of
+    similar size are a block each.
+
+    Args:
+        tokens: [T] of each window.
+        usual: ``usual_tokens`` of more windows than these; by default of these.
+    """
+    least = IDLE * (usual_tokens(tokens) if usual is None else usual)
+    starts, start, together = [0], 0, 0.0
+    for window, found in enumerate(tokens.tolist()):
+        if together >= least and window > start:
+            start, together = window, 0.0
+            starts.append(start)
+        together += found
+    if together < least and len(starts) > 1:
+        starts.pop()
+    return np.array(starts)
+
+
+def num_full_blocks(tokens: NDArray[np.number], latest: int) -> int:
+    """How many windows of the usual tokens the ``latest`` of the windows [T] are worth."""
+    usual, since = usual_tokens(tokens), tokens[len(tokens) - latest :]
+    starts = blocks(since, usual) if latest else np.zeros(0, dtype=np.intp)
+    if len(starts) == 1 and since.sum() < IDLE * usual:
+        return 0
+    return len(starts)
+
+
+def fluctuation(
+    load: NDArray[np.float64], tokens: NDArray[np.number] | None = None
+) -> NDArray[np.float64]:
+    """[L] imbalance above 1 by fluctuation between blocks; 0 with fewer than FEWEST_WINDOWS.
+
+    Half the squared difference of neighbouring blocks is their variance without slow drift; the
     median over neighbours also excludes a sudden change, which a plan must follow.
 
     Args:
         load: [T, L, R] under one placement, in units of the mean rank load.
+        tokens: [T] of each window; None: as many in each.
     """
+    if tokens is not None and len(starts := blocks(tokens)) < len(tokens):
+        together = np.add.reduceat(load * tokens[:, None, None], starts, axis=0)
+        load = together / np.add.reduceat(tokens, starts)[:, None, None]
     num_windows, num_layers, num_ranks = load.shape
     if num_windows < FEWEST_WINDOWS or num_ranks < 2:
         return np.zeros(num_layers)
@@ -229,17 +299,18 @@ def sampling_noise(tokens_per_window: float, num_ranks: int) -> float:
     Source: multinomial draw, checked against the batches of DeepSeek-V2-Lite (top-6, 8 ranks):
     32 tokens 1.29 (measured 1.26 to 1.31), 512 tokens 1.07 (measured 1.06 to 1.08).
     """
-    if num_ranks < 2 or tokens_per_window <= 0:
-        return 0.0
-    # The load of a rank deviates by sqrt((R - 1) / n). Loads have a fixed sum, so they are
-    # negatively correlated, which adds a factor of sqrt(R / (R - 1)).
-    deviation: float = (num_ranks / tokens_per_window) ** 0.5
-    return _largest_of(num_ranks) * deviation
+    return float(sampling_noises(np.array([tokens_per_window]), num_ranks)[0])
 
 
 def sampling_noises(routed: NDArray[np.number], num_ranks: int) -> NDArray[np.float64]:
-    """[L] ``sampling_noise`` of layers with so many routed tokens [L]."""
-    return np.array([sampling_noise(float(each), num_ranks) for each in routed])
+    """[...] ``sampling_noise`` of layers with so many routed tokens [...]; 0 without any."""
+    noise: NDArray[np.float64] = np.zeros(routed.shape)
+    if num_ranks < 2:
+        return noise
+    # The load of a rank deviates by sqrt((R - 1) / n). Loads have a fixed sum, so they are
+    # negatively correlated, which adds a factor of sqrt(R / (R - 1)).
+    np.divide(num_ranks, routed, out=noise, where=routed > 0)
+    return np.asarray(_largest_of(num_ranks) * np.sqrt(noise))
 
 
 def _largest_of(num_ranks: int) -> float:

@@ -18,9 +18,10 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from simulations.differences import FEWEST, difference_of
 from simulations.schemes import Course, PlanTerms
 from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
-from simulations.shadow.report import FEWEST, Prices, difference_of, report
+from simulations.shadow.report import Prices, report
 from simulations.shadow.sources import (
     ObservedWindow,
     Skips,

@@ -20,7 +20,7 @@ from api.cli.options import HiddenLayers
 from api.engine_plan import RULES
 from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
-from eplb.core.model import PRECISIONS, ModelShape, preset
+from eplb.core.model import PRECISIONS, ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
 from simulations.pages.document import ReportPage, graph_objects
@@ -28,6 +28,7 @@ from simulations.peers.engines import ENGINES
 from simulations.step_time import HARDWARE
 from simulations.windows import Tokens, WindowSeries
 from telemetry.formats.bounded import file_digest
+from telemetry.formats.model_config import model_by_name
 from telemetry.formats.table import WriteOptions, write_placement
 from telemetry.formats.types import Layers, PlacementFile
 
@@ -70,8 +71,8 @@ class StepOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="A known model: sizes and bytes of its experts, and expert groups, which stay on "
-            "nodes with --prefill."
+            help="A known model, or a config.json: sizes and bytes of its experts, and expert "
+            "groups, which stay on nodes with --prefill."
         ),
     ] = None
     hardware: Annotated[
@@ -95,12 +96,12 @@ class StepOptions:
     ] = None
 
     def shape(self) -> ModelShape | None:
-        """Return the known model; None: none is named.
+        """Return the model; None: none is named.
 
         Raises:
-            ConfigError: the model or the precision is not known.
+            ConfigError: the model or the precision is not known, or its file lacks a figure.
         """
-        return None if self.model is None else self.at_precision(preset(self.model))
+        return None if self.model is None else self.at_precision(model_by_name(self.model))
 
     def at_precision(self, model: ModelShape) -> ModelShape:
         """Return a model with experts of the precision that is asked for."""

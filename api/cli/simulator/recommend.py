@@ -39,6 +39,7 @@ from simulations.recommend import (
     candidate_table,
     part_of,
     recommend,
+    verdict_of,
 )
 from simulations.step_time import hardware_named
 from simulations.workloads import PREFIX
@@ -238,7 +239,8 @@ def recommend_command(
         print_plain(*first, *tables, *sentences)
 
     stated += [f"note: {note}" for note in load.notes]
-    sentences = [*answer.sentences(), *written, *stated]
+    verdict = verdict_of(question, best)
+    sentences = [*answer.sentences(), *written, *stated, f"verdict: {verdict.sentence}"]
     found = {
         "command": command_line(),
         "model": which,
@@ -252,6 +254,7 @@ def recommend_command(
         "candidates": [one.as_json() for one in answer.candidates],
         "unfit": [one.as_json() for one in answer.unfit],
         "batches": [asdict(one) for one in answer.batches],
+        "verdict": verdict.to_dict(),
         "sentences": sentences,
     }
     report.give(found, show)

@@ -55,6 +55,7 @@ from simulations.sweep.run import (
     sweep,
 )
 from simulations.workloads import PREFIX
+from telemetry.formats.model_config import model_digest
 from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
@@ -97,7 +98,8 @@ def sweep_command(
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
     times = (timed.model, timed.hardware, timed.prefill, timed.other_us or 0.0, overlap)
-    settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision)
+    digest = model_digest(timed.model) if timed.model is not None else ""
+    settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision, digest)
     load = _load(trace, steps, timed, deployment)
     register_peers()
     policies = names_in(policy)
