@@ -321,8 +321,8 @@ class StoreLink:
             serving, figures = store.committed(), outcome.figures
             base = 0 if serving is None else serving.placement.generation
             target = base + (figures["decision"] != Decision.KEEP.value)
-            about = {"generation": base, "target_generation": target, "actor": "engine"}
-            about["trigger"] = question.trigger
+            about: dict[str, Any] = {"generation": base, "target_generation": target}
+            about |= {"trigger": question.trigger, "actor": "engine"}
             if question.task_id:
                 about |= {"trigger": "request", "actor": f"task {question.task_id}"}
             if outcome.kept and target > base:
@@ -389,11 +389,12 @@ class StoreLink:
 
 def _details_of(outcome: MoveOutcome) -> dict[str, Any]:
     """The figures of a plan as the result of a controller's task has them."""
-    detail, figures = {"dry_run": outcome.question.is_dry}, outcome.figures
-    if outcome.kept:
-        detail |= {"kept": outcome.kept}
     names = {"imbalance_before": "before", "imbalance_after": "after", "moves": "num_moves"}
-    return {names.get(name, name): value for name, value in figures.items()} | detail
+    detail = {names.get(name, name): value for name, value in outcome.figures.items()}
+    detail["dry_run"] = outcome.question.is_dry
+    if outcome.kept:
+        detail["kept"] = outcome.kept
+    return detail
 
 
 class PlannerLink:
