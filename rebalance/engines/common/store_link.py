@@ -309,7 +309,7 @@ class StoreLink:
             self._note_error(store, "map", error, plan_id)
         if change.question is not None and change.question.task_id:
             moves = int((change.held != before).sum()) if before.shape == change.held.shape else 0
-            figures = change.figures | {"moves": moves, "serves": change.generation}
+            figures = change.figures | {"moves": moves, "plan_id": plan_id}
             self._outcomes.append(MoveOutcome(change.question, figures, error))
 
     def _note_plan(self, store: StateStore, outcome: MoveOutcome) -> None:
@@ -381,7 +381,8 @@ class StoreLink:
         while self._outcomes:
             outcome = self._outcomes[0]
             state: TaskState = "failed" if outcome.error else "done"
-            result = TaskResult(outcome.error, 0, _details_of(outcome))
+            plan_id = int(outcome.figures.get("plan_id", 0))
+            result = TaskResult(outcome.error, plan_id, _details_of(outcome))
             store.finish(outcome.question.task_id, state, result, fence=fence)
             self._open_task = 0
             self._outcomes.popleft()
