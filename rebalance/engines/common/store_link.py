@@ -309,7 +309,8 @@ class StoreLink:
             self._note_error(store, "map", error, plan_id)
         if change.question is not None and change.question.task_id:
             moves = int((change.held != before).sum()) if before.shape == change.held.shape else 0
-            figures = change.figures | {"moves": moves, "plan_id": plan_id}
+            served = {"moves": moves, "serves": change.generation, "plan_id": plan_id}
+            figures = change.figures | served
             self._outcomes.append(MoveOutcome(change.question, figures, error))
 
     def _note_plan(self, store: StateStore, outcome: MoveOutcome) -> None:
