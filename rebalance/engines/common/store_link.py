@@ -316,7 +316,8 @@ class StoreLink:
             self._note_error(store, "map", error, plan_id)
         if change.question is not None and change.question.task_id:
             moves = int((change.held != before).sum()) if before.shape == change.held.shape else 0
-            figures = change.figures | {"moves": moves, "serves": change.generation}
+            served = {"moves": moves, "serves": change.generation, "plan_id": plan_id}
+            figures = change.figures | served
             self._outcomes.append(MoveOutcome(change.question, figures, error))
 
     def _note_plan(self, store: StateStore, outcome: MoveOutcome) -> None:
@@ -328,8 +329,8 @@ class StoreLink:
             serving, figures = store.committed(), outcome.figures
             base = 0 if serving is None else serving.placement.generation
             target = base + (figures["decision"] != Decision.KEEP.value)
-            about = {"generation": base, "target_generation": target, "actor": "engine"}
-            about["trigger"] = question.trigger
+            about: dict[str, Any] = {"generation": base, "target_generation": target}
+            about |= {"trigger": question.trigger, "actor": "engine"}
             if question.task_id:
                 about |= {"trigger": "request", "actor": f"task {question.task_id}"}
             if outcome.kept and target > base:
@@ -397,7 +398,8 @@ class StoreLink:
         while self._outcomes:
             outcome = self._outcomes[0]
             state: TaskState = "failed" if outcome.error else "done"
-            result = TaskResult(outcome.error, 0, _details_of(outcome))
+            plan_id = int(outcome.figures.get("plan_id", 0))
+            result = TaskResult(outcome.error, plan_id, _details_of(outcome))
             store.finish(outcome.question.task_id, state, result, fence=fence)
             self._open_task = 0
             self._outcomes.popleft()
@@ -405,11 +407,12 @@ class StoreLink:
 
 def _details_of(outcome: MoveOutcome) -> dict[str, Any]:
     """The figures of a plan as the result of a controller's task has them."""
-    detail, figures = {"dry_run": outcome.question.is_dry}, outcome.figures
-    if outcome.kept:
-        detail |= {"kept": outcome.kept}
     names = {"imbalance_before": "before", "imbalance_after": "after", "moves": "num_moves"}
-    return {names.get(name, name): value for name, value in figures.items()} | detail
+    detail = {names.get(name, name): value for name, value in outcome.figures.items()}
+    detail["dry_run"] = outcome.question.is_dry
+    if outcome.kept:
+        detail["kept"] = outcome.kept
+    return detail
 
 
 class PlannerLink:

@@ -101,7 +101,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 15.0  # for what waits to be written
 
-OWN = {"reason": "of SGLang's own balancer"}  # figures of its maps
+OWN: dict[str, Any] = {"reason": "of SGLang's own balancer"}  # figures of its maps
 PLANNER = "rebalance.engines.sglang.planning:Planner"
 
 

@@ -98,7 +98,8 @@ def _decided(
     process: PluginProcess, served: ServedMap | None, load: IntArray, held: IntArray
 ) -> IntArray | None:
     """[2, L, P] the map that rank 0 decided, and its repetitions; None: vLLM's own policy plans."""
-    group, question, plan = process.group, PlanQuestion("interval"), None
+    group, question = process.group, PlanQuestion("interval")
+    plan: tuple[IntArray, dict[str, Any]] | None = None
     if group.rank_in_group == 0:  # first: what comes of it decides who plans
         question = process.asked(served)
         plan = _planned(process, served, load, held, question)

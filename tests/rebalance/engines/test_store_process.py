@@ -650,7 +650,9 @@ def test_task_is_planned_for_and_ends_with_the_map_of_its_plan(
         assert committed is not None
         assert committed.placement.generation == 7
         offer = next(store.events_backwards(("publish",))).detail
-        assert committed.plan_id == offer["plan_id"]
+        ended = store.task(task.id)
+        assert ended is not None
+        assert committed.plan_id == offer["plan_id"] == ended.result.plan_id
     assert not process.questions, "the rank is asked nothing"
 
 
