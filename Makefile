@@ -9,7 +9,7 @@ ENGINES := vllm sglang
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke check bench scorecard clean
+.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke test-engines-served check bench scorecard clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -46,6 +46,10 @@ test-engines: $(ENGINES:%=.venv-%/packages.txt)
 test-engines-smoke: .venv-vllm/packages.txt
 	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py \
 		tests/engines/vllm/test_conform.py tests/engines/vllm/test_guards.py tests/engines/vllm/test_groups.py $(ARGS)
+
+# vLLM's CPU build serves a tiny model with the plug-in; minutes.
+test-engines-served: .venv-served/packages.txt
+	.venv-served/bin/python -m pytest -W default -m slow tests/engines/vllm/test_served.py $(ARGS)
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh
 	PYTHON=$(PYTHON) tests/engines/environment.sh $*
