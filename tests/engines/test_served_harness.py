@@ -150,7 +150,9 @@ def write_run(run: Run, out: Path, seed: int, wrong: tuple[int, ...] = ()) -> No
         (folder / f"rank.{rank}.json").write_text(json.dumps(figures))
 
 
-def judged(out: Path, wrong: tuple[int, ...] = (), changes: int = 2) -> list[dict[str, Any]]:
+def judged(
+    out: Path, wrong: tuple[int, ...] = (), changes: int = 2, failed: str = ""
+) -> list[dict[str, Any]]:
     """Rows of a reference with two planted faults, a run for its bound, and the plug-in's run."""
     each = {"load": TWELVE, "rounds": 3, "size": "tiny", "ranks": 2, "sequences": 2}
     runs = [
@@ -160,6 +162,8 @@ def judged(out: Path, wrong: tuple[int, ...] = (), changes: int = 2) -> list[dic
     ]
     for seed, run in enumerate(runs):
         write_run(run, out, seed, wrong if run.name == "moved" else ())
+    if failed:
+        (out / failed / "outcome").write_text("rank 0: status 1")
     return judge_runs(runs, out)
 
 
@@ -190,3 +194,10 @@ def test_moves_and_maps_are_counted_from_the_maps_of_the_steps(tmp_path: Path) -
 
     assert (moved["maps"], moved["moves"], moved["first_map_step"]) == (2, 4, 3)
     assert not moved["is_expected"], "three maps were wanted"
+
+
+@pytest.mark.parametrize("failed", ["none", "again", "moved"])
+def test_a_run_that_cannot_be_judged_is_not_as_expected(tmp_path: Path, failed: str) -> None:
+    _, _, moved = judged(tmp_path, failed=failed)
+
+    assert not moved["is_expected"]

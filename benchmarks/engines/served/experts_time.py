@@ -24,7 +24,7 @@ from benchmarks.engines.served.model import SIZES
 
 SAMPLED = 60  # steps of a run
 REPEATS = 5
-COVER_CYCLES = 1_500_000  # that the GPU waits for, until all launches of a call are queued
+COVER_CYCLES = 4_000_000  # that the GPU waits for, until all launches of a call are queued
 
 
 class Experts:

@@ -166,6 +166,7 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
     row["answers"] = int(numbers.size)
     reference = by_name.get(run.reference or run.name)
     if reference is None or outcome_of(reference, out):
+        row["is_expected"] = False  # not judged
         return row
     table, bounds = reference_of(reference, out), bound_of(reference, runs, out)
     if run.reference:
@@ -180,8 +181,8 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
             "wrong": int(over),
             "wrong_groups": int((groups > bounds[1]).sum()),
         }
-        is_judged = np.isfinite(bounds[0]) and run.mode != "none"
-        if is_judged and (over or row["wrong_groups"]):
+        is_right = np.isfinite(bounds[0]) and not over and not row["wrong_groups"]
+        if run.mode != "none" and not is_right:
             row["is_expected"] = False
         if run.changes and row.get("maps", 0) < run.changes:
             row["is_expected"] = False

@@ -1,5 +1,7 @@
 """What a test lends vLLM's CPU build, so that EPLB runs in it: a general plug-in of vLLM.
 
+    python -m tests.support.engines.served_on_cpu FOLDER sync|async
+
 The CPU build serves, but has no EPLB: its configuration refuses it, its router maps nothing, its
 experts ignore which of them are local, its runner adds no model to the balancer. All of the
 balancer, its transfer and its commits are vLLM's own. Nothing of this is in the product.
@@ -9,8 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import json
 import os
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -198,3 +204,76 @@ class Worker:
 
         for module in (eplb_state, rebalance_execute):
             module.move_from_buffer = lambda *args, **kwargs: None
+
+
+ROUNDS, BROKEN_ROUNDS, TOKENS = 6, 3, 24
+REDUNDANT, INTERVAL, NEVER = 2, 8, 10**6  # steps
+
+
+def main() -> None:
+    """Serve a tiny model before, during and after changes of its map; print what came of it."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    from benchmarks.engines.served.load import Load
+    from benchmarks.engines.served.model import write_model
+
+    folder, way = Path(sys.argv[1]), sys.argv[2]
+    write_model(folder / "model", "tiny", "float32", seed=3)
+    engine = LLM(
+        model=str(folder / "model"),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        enforce_eager=True,
+        seed=0,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=32 << 20,
+        distributed_executor_backend="mp",
+        worker_extension_cls=f"{__spec__.name}.Worker",
+        enable_eplb=True,
+        eplb_config={
+            "num_redundant_experts": REDUNDANT,
+            "window_size": INTERVAL,
+            "step_interval": NEVER,
+            "use_async": way == "async",
+            "communicator": "torch_gloo",
+        },
+    )
+    load = Load(16 * ROUNDS, 16, prompt_tokens=8, answer_tokens=1, rounds_of_topic=1, seed=5)
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+
+    def serve(turn: int) -> list[list[int]]:
+        prompts = [
+            TokensPrompt(prompt_token_ids=load.tokens_of(number)[0])
+            for number in load.numbers_of(turn, 0, 1)
+        ]
+        answers = engine.generate(prompts, greedy, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+    def compare(turns: int) -> int:
+        """How many answers of the first rounds are those of the start's map; notes the maps."""
+        equal = 0
+        for turn in range(turns):
+            equal += sum(now == then for now, then in zip(serve(turn), before[turn], strict=True))
+            maps.append(engine.collective_rpc("eplb_maps")[0])
+        return equal
+
+    before = [serve(turn) for turn in range(ROUNDS)]
+    maps = [engine.collective_rpc("eplb_maps")[0]]
+    engine.collective_rpc("eplb_interval", args=(INTERVAL,))
+    equal = compare(ROUNDS)
+    num_maps = sum(one != other for one, other in itertools.pairwise(maps))
+    engine.collective_rpc("eplb_break_transfer")
+    told = {"answers": 16 * ROUNDS, "equal": equal, "maps": num_maps}
+    told |= {"broken_answers": 16 * BROKEN_ROUNDS, "broken_equal": compare(BROKEN_ROUNDS)}
+    (folder / "served.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
