@@ -27,6 +27,7 @@ import typer
 
 from api.cli.engine_files import Engine, Rule
 from api.cli.options import (
+    FileOptions,
     LayerOptions,
     Redundant,
     ReportOptions,
@@ -251,6 +252,7 @@ def shadow(
     ],
     engine: Annotated[Engine, typer.Option(help="The engine; names its dispatch rule.")],
     layers: LayerOptions,
+    stated: FileOptions,
     routing: RoutingOptions,
     given: ReportOptions,
     ranks: Annotated[
@@ -313,18 +315,21 @@ def shadow(
     Nothing is written to the engine or its store. Each window is judged before it is planned on.
     """
     policy_named(policy)
-    reading = layers.reading(
+    named = layers.shape()
+    reading = stated.reading(
+        layers.model,
+        named,
         max_windows=windows_per_file,
-        num_redundant=redundant if layers.experts is None else None,
+        num_redundant=redundant,
         **vars(routing),
     )
-    source = open_source(places, SourceOptions(reading, layers.input_format, window_steps, ranks))
+    source = open_source(places, SourceOptions(reading, stated.input_format, window_steps, ranks))
     recorder = _recorder(record_url, record_key_file)
     is_watching = watch or watch_seconds is not None
     if recorder is not None and not is_watching:
         raise ConfigError("--record-url asks for dumps while watching, expected --watch or --for")
     topology, told = _system_of(source, ranks, nodes)
-    shape = layers.shape() or told
+    shape = named or told
     if shape is not None and expert_bytes:
         shape = replace(shape, expert_bytes=expert_bytes)
     terms = PlanTerms(

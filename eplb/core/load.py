@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +27,7 @@ from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]
 MOST_TOKENS = 2**62  # in a whole history
+IDS_AT_ONCE = 65_536  # tokens whose ids are sorted at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,14 +179,20 @@ class LoadHistory:
 def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     """Take a LoadHistory, or an array [L, E] or [T, L, E] (a torch tensor too), as a history.
 
-    Fractional loads are scaled to integers so that planning stays exact and repeatable.
+    Fractional loads are scaled to integers so that planning stays exact and repeatable. Routing ids
+    come as int16, uint8 or uint16 from engines: such an array is refused if it may be ids.
 
     Raises:
-        HistoryError: another shape, negative or non-finite figures.
+        HistoryError: another shape, routing ids, negative or non-finite figures.
     """
     if isinstance(history, LoadHistory):
         return history
     values = np.asarray(on_host(history))
+    if values.itemsize <= 2 and names_experts(values):
+        raise HistoryError(
+            f"{values.dtype} {list(values.shape)} has different numbers in each row: routing ids "
+            "[tokens, layers, top-k], expected counts [windows, layers, experts]"
+        )
     if values.ndim == 2:
         values = values[None]
     if values.dtype.kind == "f":
@@ -193,6 +200,32 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     if values.dtype.kind not in "iub":
         raise HistoryError(f"load has dtype {values.dtype}, expected integers or floats")
     return LoadHistory(values)
+
+
+LARGEST_TOP_K = 64
+MOST_EXPERTS = 4096  # of a layer; larger numbers are counts
+
+
+def names_experts(values: NDArray[Any], num_experts: int = MOST_EXPERTS) -> bool:
+    """Whether an array may be routing ids [tokens, layers, top-k], by its type, shape and values.
+
+    Each token names different experts in a layer; -1 pads.
+    """
+    is_table = values.ndim == 3 and values.dtype.kind in "iu" and values.size > 0
+    if not is_table or not 1 <= values.shape[2] <= min(LARGEST_TOP_K, num_experts):
+        return False
+    return bool(values.min() >= -1 and values.max() < num_experts) and not repeats_expert(values)
+
+
+def repeats_expert(ids: NDArray[Any]) -> tuple[int, int] | None:
+    """The first token and layer of ids [tokens, layers, top-k] that name an expert twice."""
+    for begin in range(0, len(ids), IDS_AT_ONCE):
+        part = np.sort(ids[begin : begin + IDS_AT_ONCE], axis=2)
+        wrong = ((part[:, :, 1:] == part[:, :, :-1]) & (part[:, :, 1:] >= 0)).any(axis=2)
+        if wrong.any():
+            token, layer = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            return begin + int(token), int(layer)
+    return None
 
 
 def _as_counts(values: NDArray[np.floating]) -> NDArray[np.int64]:

@@ -261,7 +261,7 @@ def test_times_of_a_load_without_steps_are_refused(tmp_path: Path) -> None:
 
 def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "zeros.npz"
-    np.savez(trace, load=np.zeros((4, 2, 16), dtype=np.int64))
+    np.savez(trace, load=np.zeros((4, 32, 8), dtype=np.int64))
 
     ran = command("recommend", str(trace), "--model", "mixtral-8x7b", "--ranks", "4")
 
@@ -336,7 +336,7 @@ def test_load_of_another_model_is_blamed_by_its_name(tmp_path: Path) -> None:
     ran = command("recommend", str(trace), "--model", "mixtral-8x7b", "--ranks", "4")
 
     assert ran.exit_code == 2
-    assert "other.npz has 2 MoE layers x 16 experts, the model 32 x 8" in ran.stderr
+    assert "other.npz: the file has 16 experts, expected 8 as --experts, --model" in ran.stderr
 
 
 def test_prefill_answers_with_the_time_to_the_first_token() -> None:
