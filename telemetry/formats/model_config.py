@@ -8,7 +8,8 @@ from typing import NamedTuple
 from eplb.core.model import PRESETS, ModelShape, preset
 from eplb.core.model_config import shape_of_config
 from eplb.errors import ConfigError
-from telemetry.formats.bounded import file_digest, read_json, reading
+from telemetry.formats.bounded import read_json, reading
+from telemetry.written_files import file_digest
 
 CONFIG_FILE = "config.json"
 
