@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _loaded: list[PluginProcess] = []  # the plug-in of this process, once it is loaded
 
 EPLB = "vllm.distributed.eplb"
-STATE, COMMUNICATOR = f"{EPLB}.eplb_state", f"{EPLB}.eplb_communicator"
+STATE = f"{EPLB}.eplb_state"
 
 ASSUMED = guards.Assumptions(
     "vllm",
@@ -38,23 +38,15 @@ ASSUMED = guards.Assumptions(
         f"{STATE}.EplbState._should_record_current_step": "self log_stats",
         f"{STATE}._commit_eplb_maps": "model_state new_physical_to_logical_map",
         f"{STATE}._commit_eplb_maps_for_layer": "model_state new_physical_to_logical_map layer",
-        f"{EPLB}.rebalance_execute.move_from_buffer": (
-            "expert_weights expert_weights_buffers transfer_metadata new_indices ep_rank"
+        f"{EPLB}.rebalance_execute.move_to_buffer": (
+            "num_local_experts old_indices new_indices expert_weights expert_weights_buffers "
+            "stream ep_rank communicator layer_idx enable_migration_batching migration_batches"
         ),
-        f"{STATE}.create_eplb_communicator": (
-            "group_coordinator backend expert_weights expert_buffer"
-        ),
-        f"{COMMUNICATOR}.EplbCommunicator.add_send": "self tensors dst_rank expert_id",
-        f"{COMMUNICATOR}.EplbCommunicator.add_recv": "self tensors src_rank expert_id",
-        f"{COMMUNICATOR}.EplbCommunicator.execute": "self",
-        f"{COMMUNICATOR}.EplbCommunicator.set_transfer_context": "self old_indices layer_idx",
-        f"{COMMUNICATOR}.EplbCommunicator.set_stream": "self stream",
         f"{EPLB}.eplb_utils.device_stream": "stream",
     },
     lines={
         f"{STATE}.EplbState.add_model": (
             "self.policy = EPLB_POLICIES[policy_type]",
-            "communicator = create_eplb_communicator(",
             "MAX_EXPERT_REDUNDANCY = 1023",
         ),
         f"{STATE}.EplbState.step": (
@@ -73,21 +65,34 @@ ASSUMED = guards.Assumptions(
             "_commit_eplb_maps_for_layer(",
         ),
         f"{EPLB}.rebalance_execute.rearrange_expert_weights_inplace": (
-            "move_from_buffer(",
-            "expert_weights=expert_weights[layer_idx]",
+            "transfer_metadata = move_to_buffer(",
+            "old_indices=old_global_expert_indices_cpu[layer_idx]",
             "new_indices=new_global_expert_indices_cpu[layer_idx]",
+            "expert_weights_buffers=weights_buffer",
+            "stream=None",
+            "communicator=communicator",
+            "layer_idx=layer_idx",
+            "transfer_metadata=transfer_metadata",
         ),
         f"{EPLB}.rebalance_execute.transfer_layer": (
             "return move_to_buffer(",
+            "old_indices=old_layer_indices_np",
             "new_indices=new_layer_indices_np",
+            "expert_weights_buffers=expert_weights_buffer",
+            "stream=stream",
             "communicator=communicator",
+            "layer_idx=layer_idx",
+        ),
+        f"{EPLB}.rebalance_execute.move_from_buffer": (
+            "dest_mask_np = np.logical_and(~is_unchanged, copy_mask)",
+            "copy_mask = np.logical_or(is_received_locally, recv_primary_mask)",
+            "if recv_count == 0:",
         ),
         f"{EPLB}.async_worker.transfer_run_periodically": (
             "model_state.communicator.set_stream(stream)",
             "torch.distributed.all_reduce(flag, group=eplb_cpu_group)",
         ),
         f"{EPLB}.rebalance_execute.move_to_buffer": (
-            "communicator.set_transfer_context(old_indices, layer_idx)",
             "b[dst].copy_(w[src_local], non_blocking=True)",
             "communicator.execute()",
         ),
@@ -96,7 +101,10 @@ ASSUMED = guards.Assumptions(
         f"{STATE}.EplbModelState": (
             "physical_to_logical_map logical_to_physical_map logical_replica_count "
             "expert_load_pass model communicator"
-        )
+        ),
+        f"{EPLB}.rebalance_execute.TransferMetadata": (
+            "is_unchanged is_received_locally recv_primary_mask recv_count"
+        ),
     },
     # These files need GPU libraries.
     files={

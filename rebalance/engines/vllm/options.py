@@ -98,11 +98,7 @@ def remarks(options: Any, model: Mapping[str, Any] | None) -> Iterator[Remark]:
         yield Remark("pipeline-parallel-size", f"{stages}: each stage is a group, with its own run")
     yield from _of_model(options, model)
     balancer = options.eplb_config
-    if balancer.communicator == "torch_gloo":
-        yield Remark("mover", "experts are checked on their way")
-    else:
-        found = f"communicator {balancer.communicator}: off, vLLM moves experts unchecked"
-        yield Remark("mover", found)
+    yield Remark("mover", "experts are checked after vLLM's transfer, before they serve")
     interval, window = balancer.step_interval, balancer.window_size
     yield Remark("plans", f"every {interval} passes, on the load of the last {window}")
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import eplb
+from rebalance.engines.common.fsck.rank_check import FAULTS_STOP_MOVES
 from rebalance.engines.common.messages import MoveOutcome
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
@@ -25,8 +26,6 @@ from rebalance.engines.vllm.decisions import MapDecision, planned, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
-
-FAULTS_STOP_MOVES = "slots or factors of a rank are wrong, and more would follow with each move"
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,12 @@ def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray
     """[L, P] the map that rank 0 decided, with its lists noted for the commit."""
     group, num_experts = process.group, load.shape[1]
     state = agree_on_state(group, RankState(num_faults=process.num_faults))
-    process.stop_moves("" if not state.num_faults else FAULTS_STOP_MOVES)
+    mended = process.mend(held) if state.num_faults or process.left_behind else None
+    process.stop_moves(process.left_behind or (FAULTS_STOP_MOVES if state.num_faults else ""))
+    if mended is not None:
+        even = np.zeros_like(held)
+        process.decisions.add(MapDecision(held, mended, even, num_experts, is_planned=False))
+        return mended
     message = torch.from_numpy(np.stack([held, np.zeros_like(held)]))
     if group.rank_in_group == 0:
         message.copy_(torch.from_numpy(_proposed(process, load, held)))
