@@ -368,12 +368,12 @@ class PlacementCheck:
 
     def visit(self, *, is_idle: bool) -> list[Fault]:
         """Judge the slot that was looked at, or look at the next one, if there is time for it."""
+        self.right = []
         begin = self._clock()
         need = self._cost_s * (1.0 if is_idle else BUSY) / self._part
         if not self.num_slots or begin - self._since < need:
             return []
         faults: list[Fault] = []
-        self.right = []
         device_s = 0.0
         if self._looked is None:
             self._looked = self._look()
