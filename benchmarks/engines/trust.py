@@ -64,7 +64,8 @@ class Planter:
         served = self.process._target
         assert served is not None
         self.held = served.held
-        self.subject = subject_of(self.state, self.held, self.group, list(range(LAYERS)))
+        rows, keeps_map = list(range(LAYERS)), self.process.keeps_map
+        self.subject = subject_of(self.state, self.held, self.group, rows, keeps_map=keeps_map)
         self.first = self.held.copy()
         self.saved = [[one.clone() for one in self.moved(layer)] for layer in range(LAYERS)]
         self.factors = {
@@ -155,8 +156,6 @@ class Planter:
             for name, factor in self.subject.view.tensors(layer)[1]:
                 factor.copy_(self.factors[layer, name])
         self.subject.commit(self.first)
-        self.state.communicator._known.clear()
-        self.state.communicator.take_references(self.held)
         assert not self.found(), "as at the start"
 
 

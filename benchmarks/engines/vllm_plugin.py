@@ -137,7 +137,7 @@ def shares() -> None:
             for _ in range(200):
                 parts = drawn.dirichlet([3.0] * replicas)
                 held = np.zeros((1, replicas), dtype=np.int64)
-                decision = MapDecision(held, held, repetitions(held, parts[None]), 1)
+                decision = MapDecision(held, repetitions(held, parts[None]), 1)
                 _, entries = decision.lists_of(0)
                 own = entries[0] if len(entries) else np.arange(replicas)  # equal shares
                 rows = rows_of(drawn)

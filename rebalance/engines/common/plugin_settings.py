@@ -38,7 +38,9 @@ class EngineSettings:
     plan: Annotated[bool, Setting("plan in place of the engine")] = True
     shares: Annotated[bool, Setting("uneven shares of replicas; needs the policy")] = True
     tap: Annotated[bool, Setting("write loads and placements of the engine to the store")] = True
-    mover: Annotated[bool, Setting("check the digests of experts that move")] = True
+    mover: Annotated[
+        bool, Setting("check the digests of experts that move, and repair wrong ones")
+    ] = True
     check: Annotated[
         bool, Setting("compare live slots with the experts of the map, now and then")
     ] = True

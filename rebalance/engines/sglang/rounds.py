@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,19 +34,20 @@ import torch
 import torch.distributed as dist
 
 from eplb.core.load import Phase
-from eplb.errors import EplbError, reason_of
-from rebalance.engines.common.fsck.rank_check import RankCheck
+from eplb.errors import EplbError, MigrationError, reason_of
+from rebalance.engines.common.fsck.rank_check import FAULTS_STOP_MOVES, RankCheck, report_stop
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlannerAnswer, PlanQuestion
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import Kept, capture
+from rebalance.engines.common.records import Kept, capture, digests_of_experts, digests_of_slots
 from rebalance.engines.common.replica_weights import shares_of
+from rebalance.engines.common.slot_records import SlotRecords, Verdict
 from rebalance.engines.common.start import Joined, say_who_plans, set_part
 from rebalance.engines.common.store_process import StoreProcess, identity_of, why_engine_plans
 from rebalance.engines.common.tap import Counted, IntArray, on_host
 from rebalance.engines.sglang import engine
 from rebalance.engines.sglang.planning import Planned, Shape, answer_of, check_plan, terms_of
 from rebalance.engines.sglang.replica_weights import replica_lists
-from rebalance.weights.expert_records import Tensors, rows_of
+from rebalance.weights.expert_records import Tensors, together
 from runtime.group import gathered_large
 from telemetry.state.events import ENGINE_PLANS
 
@@ -142,6 +143,9 @@ class Rounds:
         self._checked = -1  # generation whose choices of replicas were compared
         self.checks: RankCheck | None = None
         self.kept: Kept | None = None  # records of all experts; on all ranks, or on none
+        self._records: SlotRecords | None = None  # of the slots; on all ranks, or on none
+        self._faulty: set[int] = set()  # rows whose slots could not be repaired
+        self.stopped_moves = ""  # why no expert moves; alike on all ranks
         self.generation = joined.base_generation
         self.broken = (
             ""  # why a part of the plug-in failed on this rank; reported in the next round
@@ -200,10 +204,11 @@ class Rounds:
                     self._begin_store()
                 taken, ready = self._taken(), self._ready()
         why = "" if self._rank else self._why_engine_plans()
+        num_faults = len(self._faulty) + (0 if self.checks is None else self.checks.num_wrong)
         size = 0 if ready is None else len(ready.record)
-        word = torch.tensor([int(bool(self.broken)), size, int(bool(why))])
+        word = torch.tensor([int(bool(self.broken)), size, int(bool(why)), num_faults])
         dist.all_reduce(word, group=self._group)
-        num_broken, size, is_left = word.tolist()
+        num_broken, size, is_left, num_faults = word.tolist()
         if num_broken or taken is None:
             self.is_left = True
             self._stop(self.broken or "another rank failed")
@@ -213,14 +218,17 @@ class Rounds:
         if not is_moving:  # else counted under two maps
             dist.all_reduce(taken[0])
             self._check_map()
-        record = self._distributed(ready, size) if size else b""
+            if num_faults:
+                self._mend()
+        self._stop_moves(num_faults)
+        record = self._distributed(ready, size) if size and not self.stopped_moves else b""
         with self._reported():
             if not is_moving:
                 self._hand_over(*taken)
             self._ask_if_due()
         if record:
             self._begin(record, None if ready is None else ready.question)
-        elif self.is_handed_back and not is_moving:
+        elif self.is_handed_back and not (is_moving or self.stopped_moves):
             self._begin_own(taken[0])
 
     @contextmanager
@@ -241,36 +249,70 @@ class Rounds:
 
         self.kept = capture(find, self._group, self._settings, engine.model_name())
         set_part("sglang", "records", is_on=self.kept is not None)
+        if self.kept is not None or self._settings.engine.mover:
+            self._records = self._records_of(find, self.kept)
+
+    def _records_of(
+        self, find: Callable[[], tuple[list[Tensors], IntArray]], kept: Kept | None
+    ) -> SlotRecords | None:
+        """The slots by their bytes, as they are by the map that serves; collective."""
+        try:
+            weights, held = together(find, self._group)
+            if kept is None:
+                digests = digests_of_experts(held, digests_of_slots(weights, self._group))
+            else:
+                digests = kept.digests
+        except MigrationError as exc:
+            log.error("experts are not checked when they move: %s", exc)
+            return None
+        by_row = engine.expert_weights(self._manager._get_model())
+        rows = sorted(by_row)
+        return SlotRecords(lambda layer: by_row[rows[layer]], digests, held, self._group, kept)
+
+    def _mend(self) -> None:
+        """Repair the rows of which any rank knows a wrong slot; collective."""
+        known = self._faulty | (set() if self.checks is None else self.checks.wrong_layers)
+        ranks = gathered_large(sorted(known), self._group)
+        rows = sorted({int(row) for rank in ranks for row in rank})
+        self._restore_wrong(rows)
+        if self.checks is not None:
+            for row in rows:
+                self.checks.look_again(row)
+
+    def _stop_moves(self, num_faults: int) -> None:
+        """Begin no plan while any rank knows a fault."""
+        reason = FAULTS_STOP_MOVES if num_faults else ""
+        if self.recorder is not None:
+            self.stopped_moves = report_stop(self.stopped_moves, reason, self.recorder.note)
 
     def _restore_wrong(self, rows: list[int]) -> None:
-        """Give slots of rows that have moved, and are wrong, their kept records; collective.
-
-        Where most slots of these rows have other bytes than at the load, the weights were replaced,
-        and records would bring back the old ones.
-        """
-        if self.kept is None or not rows:
-            return
+        """Give slots of rows that are wrong their bytes from other slots or records; collective."""
         assert self._shape is not None, "the model is known"
-        weights = engine.expert_weights(self._manager._get_model())
-        held, own = engine.metadata().physical_to_logical_map_cpu.numpy(), self._shape.own
-        wrong: list[tuple[int, int, Tensors]] = []  # layer, expert and the tensors of the slot
-        with self._reported():
-            for row in rows:
-                layer, experts = self._shape.rows.index(row), held[row, own].tolist()
-                wrong += [
-                    (layer, experts[slot], rows_of(weights[row], slot))
-                    for slot in self.kept.wrong(layer, experts, weights[row])
-                ]
-        num_wrong = torch.tensor(len(wrong))
-        dist.all_reduce(num_wrong, group=self._group)
-        if 2 * int(num_wrong) > len(rows) * held.shape[1]:
-            log.warning("kept records are not used any more: the weights were replaced")
-            set_part("sglang", "records", is_on=False)
-            self.kept = None
-            return
-        for found in wrong:
+        for row in rows:
+            if self._records is None:
+                return
+            records, layer = self._records, self._shape.rows.index(row)
+            held = engine.metadata().physical_to_logical_map_cpu.numpy()[row].astype(np.int64)
+            wrong: list[tuple[int, Tensors]] = []
             with self._reported():
-                self.kept.restore(*found)
+                wrong = records.wrong(layer, records.wanted_slots(layer, held))
+            wants = records.exchange_wants(layer, wrong)
+            self._faulty.discard(row)
+            if wants is None:
+                continue
+            live = records.experts_of_slots(layer)
+            if records.verdict(layer, held, live) is Verdict.REPLACED:
+                self._forget_records()
+            elif records.bring(layer, wrong, wants, live):
+                self._faulty.add(row)
+
+    def _forget_records(self) -> None:
+        """Use no digests and records of the load any more: old bytes would come back."""
+        log.warning("kept records are not used any more: the weights were replaced")
+        set_part("sglang", "records", is_on=False)
+        self.kept = self._records = None
+        self._faulty.clear()
+        self.checks, self._checked = None, -1  # the next round begins it anew
 
     def _check_map(self) -> None:
         """Collective, once for each map."""
@@ -335,9 +377,9 @@ class Rounds:
         with self._reported():
             if self._tokens is not None and self._tokens.any():
                 target = engine.own_target(self._manager, self._tokens)
-                held = target.physical_to_logical_map_cpu.numpy()
+                wanted = target.physical_to_logical_map_cpu.numpy()
                 move = engine.mover(self._manager, target)
-                prepared = target, move, self._chunks_to(held)
+                prepared = target, move, self._chunks_to(wanted)
         if self._begins_together(prepared is not None):
             assert prepared is not None, "all ranks have it"
             self._target, self._move, self._chunks = prepared

@@ -8,7 +8,7 @@ Shapes:  L MoE layers, S slots of all ranks, C slots of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -24,7 +24,13 @@ from runtime.group import gathered_large
 
 
 def subject_of(
-    model_state: Any, held: IntArray, group: Any, layers: list[int], *, may_fail: bool = False
+    model_state: Any,
+    held: IntArray,
+    group: Any,
+    layers: list[int],
+    *,
+    may_fail: bool = False,
+    keeps_map: Callable[[Any, int], bool] = lambda model_state, layer: False,
 ) -> Subject:
     """Some layers of a model in vLLM's balancer.
 
@@ -34,6 +40,7 @@ def subject_of(
         group: vLLM's coordinator of the ranks that balance.
         layers: by their order in the model.
         may_fail: whether a transfer of vLLM's own communicator for gloo may be made to fail.
+        keeps_map: whether a layer keeps its map, as the plug-in says after its transfer.
     """
     require(CONFORM)
     from vllm.distributed.eplb import eplb_state, rebalance_execute
@@ -41,7 +48,6 @@ def subject_of(
     model, rank = model_state.model, group.rank_in_group
     modules = {layer: experts_of(model.moe_layers[layer]) for layer in layers}
     communicator = model_state.communicator
-    unmoved: set[int] = getattr(communicator, "unmoved", set())
     # The plug-in's hook would tell the store of a new map.
     wrapped = eplb_state._commit_eplb_maps_for_layer
     own_commit = getattr(wrapped, "__wrapped__", wrapped)
@@ -55,8 +61,7 @@ def subject_of(
             moved = rebalance_execute.transfer_layer(
                 old, new, weights, buffers, group.device_group, communicator, layer_idx=layer
             )
-            if layer in unmoved:  # the plug-in's mover keeps its map: nothing is copied
-                unmoved.discard(layer)
+            if keeps_map(model_state, layer):
                 continue
             rebalance_execute.move_from_buffer(weights, buffers, moved, row, rank)
             commit_layer(layer, row)

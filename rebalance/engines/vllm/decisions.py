@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.replica_weights import list_weights, shares_of, spread_lists
 from rebalance.engines.common.tap import IntArray
+
+if TYPE_CHECKING:
+    from rebalance.engines.vllm.mover import TransferCheck
 
 # The factor of the router's hash; ``guards`` compares it with the engine's source.
 MULTIPLIER = 2654435769
@@ -110,7 +113,6 @@ class MapDecision:
     The lists are made here, on the policy's thread, and not at a commit between two passes.
     """
 
-    before: IntArray  # [L, S] the map that it was made from
     held: IntArray  # [L, S] the map that it asks for
     repeats: IntArray  # [L, S]; 0: vLLM's own list
     num_experts: int
@@ -136,11 +138,6 @@ class MapDecision:
         layers, experts, entries = self._lists
         return experts[layers == layer], entries[layers == layer]
 
-    def keeps_layer(self, before: IntArray, layer: int) -> bool:
-        """Whether it was made from this row [S] of a layer and keeps it; alike on all ranks."""
-        kept = self.before[layer], self.held[layer]
-        return all(np.array_equal(row, before) for row in kept)
-
 
 @dataclass(eq=False)
 class ServedMap:
@@ -153,6 +150,7 @@ class ServedMap:
     held: IntArray  # [L, S]
     repeats: IntArray  # [L, S]
     latest: MapDecision | None = None
+    check: TransferCheck | None = None  # of what vLLM moves; on all ranks, or on none
 
     @property
     def model(self) -> Any:

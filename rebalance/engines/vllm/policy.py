@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import eplb
 from rebalance.controller.plans.planning import summary
+from rebalance.engines.common.fsck.rank_check import FAULTS_STOP_MOVES
 from rebalance.engines.common.messages import MoveOutcome, PlanQuestion
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
@@ -27,8 +28,6 @@ from rebalance.engines.vllm.decisions import MapDecision, ServedMap, planned, re
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
-
-FAULTS_STOP_MOVES = "slots or factors of a rank are wrong, and more would follow with each move"
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def policy_class(process: PluginProcess, own: Any) -> type:
                     weight, num_replicas, num_groups, num_nodes, num_ranks, old
                 )
                 wanted = np.array(planned.cpu().numpy(), dtype=np.int64)
-                decided = np.stack([wanted, np.zeros_like(wanted)])
+                decided = Decided(np.stack([wanted, np.zeros_like(wanted)]))
             return torch.from_numpy(_noted(served, held, decided, load.shape[1]))
 
     return EplbPlannerPolicy
@@ -94,10 +93,17 @@ def agree_on_state(group: Any, own: RankState) -> RankState:
     return RankState(*figures.tolist())
 
 
+class Decided(NamedTuple):
+    """A map for all ranks."""
+
+    map_and_repeats: IntArray  # [2, L, P]
+    is_planned: bool = True  # False: that of the start, from which a plan may move any number
+
+
 def _decided(
     process: PluginProcess, served: ServedMap | None, load: IntArray, held: IntArray
-) -> IntArray | None:
-    """[2, L, P] the map that rank 0 decided, and its repetitions; None: vLLM's own policy plans."""
+) -> Decided | None:
+    """The map that rank 0 decided, or that repairs a fault; None: vLLM's own policy plans."""
     group, question = process.group, PlanQuestion("interval")
     plan: tuple[IntArray, dict[str, Any]] | None = None
     if group.rank_in_group == 0:  # first: what comes of it decides who plans
@@ -105,9 +111,12 @@ def _decided(
         plan = _planned(process, served, load, held, question)
     why = process.why_engine_plans
     state = agree_on_state(group, RankState(process.num_faults, int(bool(why))))
-    process.stop_moves("" if not state.num_faults else FAULTS_STOP_MOVES)
+    repaired = None
+    if state.num_faults or process.left_behind:
+        repaired = process.mend(served, held)
+    process.stop_moves(process.left_behind or (FAULTS_STOP_MOVES if state.num_faults else ""))
     process.hand_back(why, is_so=bool(state.engine_plans))
-    is_left = bool(state.engine_plans and not state.num_faults)
+    is_left = bool(state.engine_plans and not process.stopped)
     message = torch.from_numpy(_standing(served, held))
     if plan is not None:
         wanted, figures = plan
@@ -117,25 +126,27 @@ def _decided(
         process.answer(served, outcome)
         if is_begun:
             message.copy_(torch.from_numpy(wanted))
+    if repaired is not None:
+        return Decided(np.stack([repaired, np.zeros_like(repaired)]), is_planned=False)
     if is_left:
         return None
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
-    decided: IntArray = message.numpy()
-    return decided
+    return Decided(message.numpy())
 
 
 def _noted(
-    served: ServedMap | None, held: IntArray, decided: IntArray, num_experts: int
+    served: ServedMap | None, held: IntArray, decided: Decided, num_experts: int
 ) -> IntArray:
     """[L, P] a map that is decided for a model, noted with its lists for the commit."""
-    wanted, repeats = decided
+    wanted, repeats = decided.map_and_repeats
     if served is not None:
         standing = served.decision_of(held)
         # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
         is_changed = not np.array_equal(wanted, held)
-        is_planned = (standing is not None and standing.is_planned) or is_changed
-        served.latest = MapDecision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
+        was_planned = standing is not None and standing.is_planned
+        is_planned = decided.is_planned and (was_planned or is_changed)
+        served.latest = MapDecision(wanted.copy(), repeats.copy(), num_experts, is_planned)
     return np.array(wanted)
 
 

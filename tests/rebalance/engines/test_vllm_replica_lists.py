@@ -46,7 +46,7 @@ def list_of(slots: list[int], times: list[int]) -> list[int]:
 
 def decided(held: NDArray[np.int64], repeats: NDArray[np.int64]) -> MapDecision:
     """A decision that changes nothing but the lists."""
-    return MapDecision(held, held, repeats, int(held.max()) + 1)
+    return MapDecision(held, repeats, int(held.max()) + 1)
 
 
 def drawn_layers(seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -133,13 +133,12 @@ def test_consecutive_rows_visit_every_entry_of_a_list_once() -> None:
 def test_decision_is_found_by_the_row_that_it_asked_for_alone() -> None:
     held = np.stack([HELD, HELD[::-1]])
     share = np.array([[0.4, 0.6, 0.3, 0.5, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.5, 0.3, 0.6, 0.4]])
-    decision = MapDecision(held[::-1].copy(), held, repetitions(held, share, 64), 3)
+    decision = MapDecision(held, repetitions(held, share, 64), 3)
     served = ServedMap(None, held[::-1].copy(), np.zeros_like(held), decision)
 
     assert served.decision_of_layer(HELD, 0) is decision
     assert served.decision_of_layer(HELD, 1) is None
     assert served.decision_of(held) is decision
-    assert not decision.keeps_layer(HELD, 0)
     assert np.abs(decision.shares() - share).max() < 1 / 64
 
 

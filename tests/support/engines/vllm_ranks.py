@@ -24,7 +24,6 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
-from rebalance.engines.vllm import mover as mover
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines import vllm_cpu
@@ -48,6 +47,8 @@ ROWS, TOP_K = 256, 2  # of one pass on one rank
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "sync": ({}, 100),
     "async": ({"is_async": True}, 100),
+    "sync nccl": ({"communicator": "torch_nccl"}, 100),  # over gloo: a device's group is a host's
+    "async nccl": ({"is_async": True, "communicator": "torch_nccl"}, 100),
 }
 WITH_TASKS_ALONE: dict[str, Any] = {}  # vLLM plans at its intervals alone
 
@@ -69,8 +70,8 @@ class Rank(EngineRank):
 
     @property
     def mover(self) -> Any:
-        """The communicator of the target model."""
-        return self.model_state.communicator
+        """The check of what vLLM moves of the target model."""
+        return self.plugin.check_of(self.model_state.communicator)
 
     @property
     def held(self) -> np.ndarray:
@@ -98,8 +99,8 @@ class Rank(EngineRank):
         return "" if self.plugin is None else self.plugin.refused
 
     def result(self) -> dict[str, Any]:
-        names = ("checked", "wrong", "repeated")
-        return super().result() | {name: getattr(self.mover, f"num_{name}") for name in names}
+        names = ("checked", "wrong", "unchecked")
+        return super().result() | {name: getattr(self.mover, f"num_{name}", 0) for name in names}
 
     def forward(self, popularity: np.ndarray) -> None:
         self.route(popularity)
@@ -179,6 +180,7 @@ def make_rank(
     has_draft: bool = False,
     draft_layers: int = 1,
     stages: int = 1,
+    communicator: str = "torch_gloo",
 ) -> Rank:
     """Install the plug-in, if a file is given, and add a model to a real ``EplbState``.
 
@@ -192,6 +194,7 @@ def make_rank(
         has_draft: whether a draft model with experts is added before, as vLLM does.
         draft_layers: of it.
         stages: of a pipeline, each with layers of its own.
+        communicator: that of vLLM, by its name.
     """
     torch.set_num_threads(1)
     if stages > 1:
@@ -213,6 +216,7 @@ def make_rank(
         install(process)
     state = vllm_cpu.state_of(interval=interval, is_async=is_async)
     state.parallel_config.pipeline_parallel_size = stages
+    state.parallel_config.eplb_config.communicator = communicator
     model = model_of(layers, group.world_size)
     if has_draft:
         numbers = range(NUM_LAYERS, NUM_LAYERS + draft_layers)
@@ -264,14 +268,18 @@ class Layer(Experts):
         self.eplb_state.set_layer_state(moe_layer_idx, **tensors)
 
 
-def silence() -> None:
-    """From now on this rank neither sends nor receives; what vLLM gathers itself arrives."""
+def transfer_nothing() -> None:
+    """From now on vLLM's communicator on this rank neither sends nor receives."""
     eplb_communicator.batch_isend_irecv = lambda operations: []
 
 
 def damage_each_fifth() -> None:
     """From now on every fifth expert that this rank sends has a wrong byte."""
-    communicator = eplb_communicator.TorchDistGlooStagedEplbCommunicator
+    for name in ("TorchDistGlooStagedEplbCommunicator", "TorchDistNcclEplbCommunicator"):
+        _damage(getattr(eplb_communicator, name))
+
+
+def _damage(communicator: Any) -> None:
     add_send, sent = communicator.add_send, []
 
     def damage(self: Any, tensors: Any, dst_rank: int, expert_id: int) -> None:
