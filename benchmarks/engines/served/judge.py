@@ -134,9 +134,17 @@ def measured_row(run: Run, out: Path) -> dict[str, Any]:
             row["first_map_step"] = int(moving[0] + 1)
             row["first_map_s"] = float(first[moving[0] + 1] - first[0])
     if run.mode == "plugin":
+        row["errors"] = logged_errors(run, out)
         row["plugin_ms"] = quantiles(1e3 * plugin)
         row["plugin_late"] = float((plugin > LATE_S).mean())
     return row
+
+
+def logged_errors(run: Run, out: Path) -> int:
+    """Lines of the plug-in's log, of all ranks, that are errors."""
+    logs = [(out / run.name / f"log.{rank}") for rank in range(run.ranks)]
+    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+    return sum(text.count("EPLB ERROR") for text in texts)
 
 
 def quantiles(values: Floats) -> list[float]:
@@ -235,6 +243,7 @@ COLUMNS = (
     ("waited", "steps over 1 ms of it"),
     ("plugin_ms", "plug-in's ms in a step"),
     ("plugin_late", "steps over 1 ms of it"),
+    ("errors", "errors that it logged"),
     ("first_map_step", "first map, step"),
     ("first_map_s", "s"),
     ("faults_found", "faults found"),

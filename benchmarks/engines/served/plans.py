@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from benchmarks.engines.served.load import Load
 from benchmarks.engines.served.serve import Run
@@ -82,7 +83,9 @@ def proof(ranks: int) -> list[Run]:
 def final(ranks: int) -> list[Run]:
     """Proof and measurement, in the order of their weight: time may end before the last ones."""
     runs = proof(ranks)
-    return [*runs[:4], *measured(ranks, prompts=6144), *runs[4:]]
+    settings = {**EAGER, "engine.records": '"on"'}
+    kept = replace(runs[2], name="bfloat16-plugin-records", settings=settings, changes=100)
+    return [*runs[:4], *measured(ranks, prompts=6144), *runs[6:], kept, *runs[4:6]]
 
 
 def on_cpu(ranks: int) -> list[Run]:

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,22 @@ def _add_models() -> None:
         if self.parallel_config.enable_eplb:
             self.eplb_state = EplbState(self.parallel_config, self.device)
             self.eplb_state.add_model(self._moe_model, self.model_config)
-            self.eplb_state.start_async_loop()
+            if self.eplb_state.is_async:
+                _start_transfers(self.eplb_state)
 
     cpu_model_runner.CPUModelRunner.load_model = load_model
+
+
+def _start_transfers(state: Any) -> None:
+    """Start vLLM's thread of transfers, without the device that it would select."""
+    from vllm.distributed.eplb.async_worker import transfer_run_periodically
+
+    work = threading.Thread(
+        target=transfer_run_periodically, args=(state, torch.accelerator.current_stream())
+    )
+    work.daemon = True
+    work.start()
+    state.async_worker = work
 
 
 def _replace_device() -> None:
