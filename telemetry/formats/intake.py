@@ -128,7 +128,7 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
 
 
 def accept(
-    found: LoadFile | PlacementFile, name: str, options: ReadOptions
+    file: LoadFile | PlacementFile, name: str, options: ReadOptions
 ) -> LoadFile | PlacementFile:
     """A file that was read, with its MoE layers alone, as far as it agrees with the statements.
 
@@ -138,19 +138,19 @@ def accept(
     """
     maker = MAKERS.get(name.partition("-")[0], "")
     by = f"format {name}{', ' if maker else ''}{maker}"
-    layers = replace(found.layers, num_hidden=found.layers.num_hidden or options.num_hidden)
-    found = replace(found, layers=layers)
-    compare(options, num_ranks=found.num_ranks, num_hidden=layers.num_hidden)
-    if isinstance(found, PlacementFile):
-        placement = found.placement
+    layers = replace(file.layers, num_hidden=file.layers.num_hidden or options.num_hidden)
+    file = replace(file, layers=layers)
+    compare(options, num_ranks=file.num_ranks, num_hidden=layers.num_hidden)
+    if isinstance(file, PlacementFile):
+        placement = file.placement
         redundant = placement.num_slots - placement.num_experts
         compare(options, num_experts=placement.num_experts, num_redundant=redundant)
         text = (
             f"taken as a placement of {placement.num_experts} experts in {placement.num_slots} "
             f"slots, {by}"
         )
-        return replace(found, notes=(text, *found.notes))
-    return _accept_load(found, name, by, options)
+        return replace(file, notes=(text, *file.notes))
+    return _accept_load(file, name, by, options)
 
 
 def _accept_load(file: LoadFile, name: str, by: str, options: ReadOptions) -> LoadFile:
@@ -252,9 +252,9 @@ def _check_axes(
         notes.append(f"{lost}, though each token passes both: the recording may lack a part")
 
 
-def _refuse_axes(found: str, alike: str) -> None:
+def _refuse_axes(axes: str, alike: str) -> None:
     raise ConfigError(
-        f"totals are alike over {alike} and not over layers, as if axes were {found}: expected "
+        f"totals are alike over {alike} and not over layers, as if axes were {axes}: expected "
         "[windows, layers, experts], or --experts with the model's number"
     )
 
@@ -273,7 +273,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 def order_of(path: Path) -> tuple[list[float], str]:
     """By the numbers in the name: load_9 before load_10."""
-    return [float(one) for one in NUMBER.findall(path.stem[:100])], path.name
+    return [float(number) for number in NUMBER.findall(path.stem[:100])], path.name
 
 
 def join(names: Sequence[str], parts: Sequence[LoadFile], *, strict: bool) -> LoadFile:
@@ -332,7 +332,9 @@ def join(names: Sequence[str], parts: Sequence[LoadFile], *, strict: bool) -> Lo
     place = {layer: row for row, layer in enumerate(rows)}
     tokens = np.zeros((count, len(place), parts[0].history.num_experts), dtype=np.int64)
     for ids, counts in windows.items():
-        tokens[:, [place[layer] for layer in ids]] = np.sum([one[:count] for one in counts], axis=0)
+        tokens[:, [place[layer] for layer in ids]] = np.sum(
+            [each[:count] for each in counts], axis=0
+        )
     if len(by_stage) > 1:
         notes.append(f"{len(by_stage)} stages are joined by their layers")
     sizes = [len(ranks) for ranks in by_stage.values()]

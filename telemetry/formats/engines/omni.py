@@ -61,8 +61,8 @@ def is_map_of_slots(values: NDArray[Any]) -> bool:
 def of_pattern(values: Any, path: Path, options: ReadOptions) -> PlacementFile:
     """The placement of a pattern that was read already; slots are in the order of experts."""
     table = whole_array(values, (None, None, None), "the pattern", high=1)
-    held = table.transpose(1, 0, 2) == 1
-    slot = np.where(held, held.cumsum(axis=2) - 1, -1)
+    is_placed = table.transpose(1, 0, 2) == 1
+    slot = np.where(is_placed, is_placed.cumsum(axis=2) - 1, -1)
     note = "the order of slots is not in a pattern: experts are in order on each device"
     return _placement(slot, options, (note,))
 
@@ -83,14 +83,14 @@ def _placement(
     num_layers, num_ranks, num_experts = slot.shape
     each = int(slot.max()) + 1
     check_cells(num_layers * num_ranks, each, slot.nbytes)
-    held = np.full((num_layers, num_ranks, each + 1), -1)  # one more takes what is not there
+    experts = np.full((num_layers, num_ranks, each + 1), -1)  # one more takes what is not there
     layer, rank, expert = np.indices(slot.shape)
-    held[layer, rank, slot] = expert
-    held = held[:, :, :each]
-    if empty := int((held < 0).sum()):
+    experts[layer, rank, slot] = expert
+    experts = experts[:, :, :each]
+    if empty := int((experts < 0).sum()):
         notes = (*notes, f"ranks hold different numbers of experts: {empty} slots are empty")
     return placement_of(
-        held.reshape(num_layers, -1),
+        experts.reshape(num_layers, -1),
         rows_in_order(num_layers),
         options,
         num_experts=num_experts,
