@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -35,5 +36,5 @@ def subjects(rank: int, name: str, seed: int) -> Iterator[Subject]:
     )
     found = layers.subject(rank, live, model)
     if name == "bf16":
-        found = replace(found, outputs=lambda row: layers.outputs_of(model.layers[row], rank))
+        found = replace(found, outputs=partial(layers.outputs_of, model, rank))
     yield found
