@@ -236,9 +236,10 @@ class _Proof:
         Raises:
             ConfigError: no kernel here, or one whose outputs cannot be compared.
         """
-        if self._subject.outputs is None:
+        outputs = self._subject.outputs
+        if outputs is None:
             raise ConfigError(NO_KERNELS)
-        first, second = (self._subject.outputs(row) for _ in range(2))
+        first, second = outputs(row), outputs(row)
         if not torch.isfinite(first).all():
             raise ConfigError("outputs of the kernel are not finite, expected numbers")
         if not torch.equal(first, second):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +96,7 @@ def subjects(rank: int, name: str, seed: int) -> Iterator[Subject]:
     with torch.no_grad():
         live = start(rank, device, moe_a2a_backend="none")
         model = Model((layer_of(row, CASES[name](), device) for row in range(LAYERS)), seed, device)
-        layers: list[Any] = list(model.layers)
-        found = subject(rank, live, model)
-        yield replace(found, outputs=lambda row: outputs_of(layers[row], rank))
+        yield replace(subject(rank, live, model), outputs=partial(outputs_of, model, rank))
 
 
 def start(rank: int, device: torch.device, **arguments: object) -> Any:
@@ -156,8 +155,9 @@ def moved(layer: Any) -> list[torch.Tensor]:
     ]
 
 
-def outputs_of(layer: Any, rank: int) -> torch.Tensor:
+def outputs_of(model: Model, rank: int, row: int) -> torch.Tensor:
     """[C, N, K] what the engine's kernel gives for fixed tokens, all of them routed to one slot."""
+    layer = model.layers[row]
     device = next(layer.parameters()).device
     tokens = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(device, torch.bfloat16)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,8 +120,7 @@ def subjects(rank: int, name: str, seed: int) -> Iterator[Subject]:
     init_workspace_manager(device)
     with configured(CASES[name], device), torch.no_grad(), groups(rank, device):
         for subject, layers in subjects_of(*made(CASES[name], seed, device)):
-            experts = [experts_of(layer) for layer in layers]
-            yield replace(subject, outputs=lambda row, experts=experts: outputs_of(experts[row]))
+            yield replace(subject, outputs=partial(outputs_of, layers))
 
 
 @contextmanager
@@ -211,8 +211,9 @@ def layer_of(number: int, case: Case, device: torch.device) -> Any:
         )  # fmt: skip
 
 
-def outputs_of(experts: Any) -> torch.Tensor:
+def outputs_of(layers: Sequence[Any], row: int) -> torch.Tensor:
     """[C, N, K] what vLLM's kernel gives for fixed tokens, all of them routed to one slot."""
+    experts = experts_of(layers[row])
     parallel, method = experts.moe_config.moe_parallel_config, experts.quant_method
     first, device = parallel.ep_rank * experts.local_num_experts, next(experts.parameters()).device
     tokens = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0))
