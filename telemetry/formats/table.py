@@ -151,7 +151,7 @@ def _read_file(path: Path, options: ReadOptions, name: str | None) -> tuple[str,
     return kind, (LOADS | PLACEMENTS)[kind](path, options)
 
 
-def _accepted_folder(path: Path, options: ReadOptions, name: str) -> Found:
+def _accepted_folder(path: Path, options: ReadOptions, name: str | None) -> Found:
     """A folder of files of one kind."""
     every = [one for one in sorted(path.iterdir(), key=order_of) if not one.name.startswith(".")]
     paths = [one for one in every if one.suffix.lower() in SUFFIXES and one.is_file()]
@@ -164,7 +164,7 @@ def _accepted_folder(path: Path, options: ReadOptions, name: str) -> Found:
     return accept(found, kind, options)
 
 
-def _read_folder(paths: list[Path], options: ReadOptions, name: str) -> tuple[str, LoadFile]:
+def _read_folder(paths: list[Path], options: ReadOptions, name: str | None) -> tuple[str, LoadFile]:
     whole = replace(options, max_windows=MOST_STEPS)
     if all(sglang.DUMP_FILE.fullmatch(one.name) for one in paths):
         dumps, notes = sglang.dumps_in(paths, strict=options.strict)

@@ -217,7 +217,7 @@ def recommend_command(
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
     flags = engine_options(best, shape.num_experts)
-    stated = [
+    remarks = [
         *(f"{name}: {text}" for name, text in flags.items() if chosen_by.name in (None, name)),
         f"model: {which}, experts in {shape.precision}; EP{', EP'.join(map(str, groups))} with "
         f"{on_node} ranks a node on {card.name}; expert times: {source}",
@@ -226,7 +226,7 @@ def recommend_command(
         f"{dense_gb:g} GB a rank beside experts (--dense-gb); no queue or scheduler is modelled",
     ]
     if drafts:
-        stated.append(
+        remarks.append(
             f"a step verifies {speculation.verified} tokens of a sequence and gives "
             f"{speculation.given:.2f}; each draft takes a layer of the mean length"
         )
@@ -237,9 +237,9 @@ def recommend_command(
         tables += [batch_table(answer).for_terminal()] if answer.batches else []
         print_plain(*first, *tables, *sentences)
 
-    stated += [f"note: {note}" for note in load.notes]
+    remarks += [f"note: {note}" for note in load.notes]
     verdict = verdict_of(question, best)
-    sentences = [*answer.sentences(), *written, *stated, f"verdict: {verdict.sentence}"]
+    sentences = [*answer.sentences(), *written, *remarks, f"verdict: {verdict.sentence}"]
     found = {
         "command": command_line(),
         "model": which,

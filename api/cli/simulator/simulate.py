@@ -32,7 +32,7 @@ from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, chosen_of, replay_all
 from simulations.report import comparison_table, conclusions, limit_of, summary
-from telemetry.formats.routing import Layout
+from telemetry.formats.types import Layout
 
 LIMIT_BROKEN = 1  # exit code
 
