@@ -1,4 +1,4 @@
-"""``eplb check --engine``: a command as SGLang's own parser reads it, and what the plug-in needs."""
+"""``eplb check --engine``: a command as SGLang's own parser reads it."""
 
 from __future__ import annotations
 
