@@ -56,8 +56,9 @@ def options_of(words: Sequence[str]) -> Any:
     Raises:
         ConfigError: an option or its value is refused.
     """
-    parser = Parser(prog="sglang", allow_abbrev=False)
-    if find_spec("sglang") is None:
+    is_here = find_spec("sglang") is not None
+    parser = Parser(prog="sglang", allow_abbrev=is_here)  # SGLang's users write --tp
+    if not is_here:
         for names, how in KNOWN.items():
             parser.add_argument(*names.split(), **how)
         options, _ = parser.parse_known_args(words)

@@ -64,13 +64,14 @@ def register_replay(environ: Mapping[str, str]) -> None:
 
 
 def _install(parts: NDArray[np.float64], passes: int) -> None:
-    require(REPLAY)
     from vllm.model_executor.layers.fused_moe.router import routing_simulator_router as simulator
 
-    base: Any = simulator.RoutingStrategy
-    own = simulator.RoutingSimulator.get_strategy.__func__
-    if getattr(own, "replays", False):
+    asked: Any = getattr(simulator.RoutingSimulator, "get_strategy", None)
+    if getattr(asked, "replays", False):
         return
+    require(REPLAY)
+    base: Any = simulator.RoutingStrategy
+    own = asked.__func__
 
     class LayerStrategy(base):  # type: ignore[misc]
         """Routes one layer of the model."""
