@@ -54,7 +54,7 @@ def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@kernel()
 def _mixed(numbers: tl.tensor, FIRST: tl.constexpr, SECOND: tl.constexpr) -> tl.tensor:
     """``runtime.memory.mixed``, of unsigned numbers of 32 bits."""
     spread = numbers * tl.full(numbers.shape, FIRST, tl.uint32)
