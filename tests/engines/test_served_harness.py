@@ -44,8 +44,8 @@ def carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     engine = wheel_in(folder, "vllm", files)
     wheel_in(folder / "more", "loguru", {"loguru/__init__.py": b"x = 1\n"})
-    told = ["--engine", str(engine), "--wheels", str(folder / "more"), "--part-mib", "0.004"]
-    assert carry.main([str(folder / "out"), *told]) == 0
+    options = ["--engine", str(engine), "--wheels", str(folder / "more"), "--part-mib", "0.004"]
+    assert carry.main([str(folder / "out"), *options]) == 0
     return folder / "out"
 
 
@@ -85,16 +85,16 @@ def test_a_host_that_does_not_fit_gets_one_sentence_and_no_file(
 ) -> None:
     site = tmp_path / "host/site"
 
-    told = subprocess.run(
+    host = subprocess.run(
         [sys.executable, carried / "install.py", site, carried / "part-0"],
         capture_output=True,
         text=True,
     )
 
-    assert told.returncode == install.REFUSED
-    assert told.stderr.startswith("install: ")
-    assert ", expected " in told.stderr
-    assert told.stderr.count("\n") == 1
+    assert host.returncode == install.REFUSED
+    assert host.stderr.startswith("install: ")
+    assert ", expected " in host.stderr
+    assert host.stderr.count("\n") == 1
     assert not site.parent.exists()
 
 
@@ -131,7 +131,9 @@ def write_run(run: Run, out: Path, seed: int, wrong: tuple[int, ...] = ()) -> No
     (folder / "outcome").write_text("")
     for rank in range(run.ranks):
         turns = range(run.rounds)
-        numbers = [one for turn in turns for one in run.load.numbers_of(turn, rank, run.ranks)]
+        numbers = [
+            number for turn in turns for number in run.load.numbers_of(turn, rank, run.ranks)
+        ]
         logs = truth(numbers) + drawn.normal(0, NOISE, (len(numbers), TWELVE.answer_tokens))
         logs[np.isin(numbers, wrong)] += FAULT
         np.savez(folder / f"answers.{rank}.npz", numbers=np.array(numbers), logs=logs)

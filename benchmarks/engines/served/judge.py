@@ -37,10 +37,10 @@ def answers_of(run: Run, out: Path) -> tuple[NDArray[np.int64], Floats]:
             each = len(file["numbers"]) // run.sequences * run.sequences
             numbers.append(file["numbers"][:each].reshape(-1, run.sequences))
             logs.append(file["logs"][:each].reshape(-1, run.sequences, file["logs"].shape[-1]))
-    groups = min(len(one) for one in numbers)
+    groups = min(len(of_rank) for of_rank in numbers)
     return (
-        np.concatenate([one[:groups] for one in numbers], axis=1),
-        np.concatenate([one[:groups] for one in logs], axis=1).astype(np.float64),
+        np.concatenate([of_rank[:groups] for of_rank in numbers], axis=1),
+        np.concatenate([of_rank[:groups] for of_rank in logs], axis=1).astype(np.float64),
     )
 
 
@@ -51,8 +51,8 @@ def differences(numbers: NDArray[np.int64], logs: Floats, reference: Floats) -> 
 
 def root_mean_square(values: Floats) -> Floats:
     """Over the last axis; values that are nan are left out."""
-    found: Floats = np.sqrt(np.nanmean(values**2, axis=-1))
-    return found
+    root: Floats = np.sqrt(np.nanmean(values**2, axis=-1))
+    return root
 
 
 def reference_of(run: Run, out: Path) -> Floats:
@@ -68,9 +68,9 @@ def bound_of(reference: Run, runs: Sequence[Run], out: Path) -> tuple[float, flo
     table, answer, group = reference_of(reference, out), np.nan, np.nan
     for run in runs:
         if run.mode == "none" and run.reference == reference.name and outcome_of(run, out) == "":
-            found = differences(*answers_of(run, out), table)
-            answer = np.nanmax([answer, np.nanmax(found)])
-            group = np.nanmax([group, np.nanmax(root_mean_square(found))])
+            apart = differences(*answers_of(run, out), table)
+            answer = np.nanmax([answer, np.nanmax(apart)])
+            group = np.nanmax([group, np.nanmax(root_mean_square(apart))])
     return OF_ANSWER * float(answer), OF_GROUP * float(group)
 
 
@@ -151,7 +151,7 @@ def quantiles(values: Floats) -> list[float]:
     """Median, 99 % and largest."""
     if not values.size:
         return [0.0, 0.0, 0.0]
-    return [round(float(one), 4) for one in np.quantile(values, (0.5, 0.99, 1.0))]
+    return [round(float(value), 6) for value in np.quantile(values, (0.5, 0.99, 1.0))]
 
 
 def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
     row |= {"loaded_s": ranks[0]["loaded_s"], "served_s": ranks[0]["served_s"]}
     row |= measured_row(run, out)
     times = out / "experts_time.json"
-    if times.exists() and (found := json.loads(times.read_text()).get(run.name)):
+    if times.exists() and (timed := json.loads(times.read_text()).get(run.name)):
         keys = ("busiest_ms", "busiest_ms_least", "busiest_ms_most", "mean_rank_ms")
-        row |= {"kernel_ms": [found[key] for key in keys], "kernel_tokens": found["tokens"]}
-    by_name = {one.name: one for one in runs}
+        row |= {"kernel_ms": [timed[key] for key in keys], "kernel_tokens": timed["tokens"]}
+    by_name = {each.name: each for each in runs}
     numbers, logs = answers_of(run, out)
     row["answers"] = int(numbers.size)
     reference = by_name.get(run.reference or run.name)
@@ -178,14 +178,14 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
         return row
     table, bounds = reference_of(reference, out), bound_of(reference, runs, out)
     if run.reference:
-        found = differences(numbers, logs, table)
-        groups = root_mean_square(found)
-        over = (found > bounds[0]).sum()
+        apart = differences(numbers, logs, table)
+        groups = root_mean_square(apart)
+        over = (apart > bounds[0]).sum()
         row |= {
-            "difference": quantiles(found[np.isfinite(found)]),
+            "difference": quantiles(apart[np.isfinite(apart)]),
             "of_group": quantiles(groups[np.isfinite(groups)]),
             "bounds": list(bounds),
-            "compared": int(np.isfinite(found).sum()),
+            "compared": int(np.isfinite(apart).sum()),
             "wrong": int(over),
             "wrong_groups": int((groups > bounds[1]).sum()),
         }
@@ -204,10 +204,11 @@ def judge_faults(ranks: Sequence[dict[str, Any]], table: Floats, bound: float) -
     """How many of the planted faults the answers show; the probe without one is the control."""
     means = []
     for each in zip(*(rank["planted"] for rank in ranks), strict=True):
-        found = [
-            differences(np.array(one["numbers"]), np.array(one["logs"]), table) for one in each
+        apart = [
+            differences(np.array(probe["numbers"]), np.array(probe["logs"]), table)
+            for probe in each
         ]
-        means.append(float(root_mean_square(np.concatenate(found))))
+        means.append(float(root_mean_square(np.concatenate(apart))))
     control, planted = means[0], means[1:]
     return {
         "faults": len(planted),
@@ -259,14 +260,14 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return ", ".join(cell(one) for one in value)
+        return ", ".join(cell(part) for part in value)
     return "" if value is None else str(value)
 
 
 def write_table(rows: Sequence[dict[str, Any]], out: Path, options: dict[str, Any]) -> None:
     """Write ``served.json`` and ``served.md``."""
-    told = {"options": {name: str(value) for name, value in options.items()}, "rows": rows}
-    (out / "served.json").write_text(json.dumps(told, indent=1))
+    content = {"options": {name: str(value) for name, value in options.items()}, "rows": rows}
+    (out / "served.json").write_text(json.dumps(content, indent=1))
     lines = []
     for key, title in COLUMNS:
         if any(key in row for row in rows):

@@ -99,10 +99,10 @@ def serve_round(engine: Any, load: Load, numbers: list[int], is_forced: bool) ->
     prompts, settings, answers = [], [], []
     for number in numbers:
         prompt, answer = load.tokens_of(number)
-        told: dict[str, Any] = {"trace_decode_token_ids": answer}
+        forced: dict[str, Any] = {"trace_decode_token_ids": answer}
         if not is_forced:
             answer = answer[:1] * len(answer)
-            told = {"allowed_token_ids": answer[:1]}
+            forced = {"allowed_token_ids": answer[:1]}
         prompts.append(TokensPrompt(prompt_token_ids=prompt))
         answers.append(answer)
         settings.append(
@@ -112,7 +112,7 @@ def serve_round(engine: Any, load: Load, numbers: list[int], is_forced: bool) ->
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=1,
-                **told,
+                **forced,
             )
         )
     logs = np.full((len(numbers), load.answer_tokens), np.nan, dtype=np.float32)
@@ -123,8 +123,8 @@ def serve_round(engine: Any, load: Load, numbers: list[int], is_forced: bool) ->
                 f"prompt {numbers[row]}: the engine decoded {list(completion.token_ids)[:4]}..., "
                 f"expected {answers[row][:4]}..."
             )
-        for place, told in enumerate(completion.logprobs):
-            logs[row, place] = told[answers[row][place]].logprob
+        for place, choices in enumerate(completion.logprobs):
+            logs[row, place] = choices[answers[row][place]].logprob
     return logs
 
 
@@ -187,8 +187,8 @@ class Rounds:
             if is_mine:
                 self.engine.collective_rpc("watch_undo")
             slot = {"rank": victim, "layer": layer, "place": place, "source": source}
-            told = {"refused": refused, "numbers": numbers, "logs": logs.tolist()}
-            planted.append({"number": number, **slot, **told})
+            probed = {"refused": refused, "numbers": numbers, "logs": logs.tolist()}
+            planted.append({"number": number, **slot, **probed})
         return planted
 
     def probe(self) -> list[int]:

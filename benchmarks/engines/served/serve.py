@@ -82,13 +82,15 @@ def plugin_file(run: Run, folder: Path) -> Path:
         section, _, key = name.partition(".")
         sections.setdefault(section, []).append(f"{key} = {value}")
     path = folder / "eplb.toml"
-    path.write_text("\n".join(f"[{one}]\n" + "\n".join(sections[one]) for one in sections) + "\n")
+    path.write_text(
+        "\n".join(f"[{name}]\n" + "\n".join(lines) for name, lines in sections.items()) + "\n"
+    )
     return path
 
 
 def environment_of(run: Run, rank: int, port: int, folder: Path, place: Place) -> dict[str, str]:
     """Variables of one rank."""
-    told = {
+    variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -99,7 +101,7 @@ def environment_of(run: Run, rank: int, port: int, folder: Path, place: Place) -
         "PYTHONUNBUFFERED": "1",
     }
     if run.ranks > 1:
-        told |= {
+        variables |= {
             "VLLM_DP_RANK": str(rank),
             "VLLM_DP_RANK_LOCAL": "0" if place.on_gpu else str(rank),
             "VLLM_DP_SIZE": str(run.ranks),
@@ -107,11 +109,11 @@ def environment_of(run: Run, rank: int, port: int, folder: Path, place: Place) -
             "VLLM_DP_MASTER_PORT": str(port),
         }
     if place.on_gpu:
-        told |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-        told |= transport.environment_of(place.way, rank, place.library)
+        variables |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+        variables |= transport.environment_of(place.way, rank, place.library)
     if run.mode == "plugin":
-        told["EPLB_CONFIG"] = str(plugin_file(run, folder))
-    return {**os.environ, **told}
+        variables["EPLB_CONFIG"] = str(plugin_file(run, folder))
+    return {**os.environ, **variables}
 
 
 class Started:

@@ -37,13 +37,13 @@ def libraries() -> list[Path]:
     """The NCCL libraries that can be imported, first the one that is preferred."""
     import nvidia.nccl
 
-    found = [Path(place) / "lib/libnccl.so.2" for place in nvidia.nccl.__path__]
-    return [path for path in found if path.exists()]
+    paths = [Path(place) / "lib/libnccl.so.2" for place in nvidia.nccl.__path__]
+    return [path for path in paths if path.exists()]
 
 
 def environment_of(way: str, rank: int, library: Path) -> dict[str, str]:
     """Variables of a rank for a way."""
-    told = {
+    variables = {
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
         "VLLM_NCCL_SO_PATH": str(library),
@@ -51,12 +51,16 @@ def environment_of(way: str, rank: int, library: Path) -> dict[str, str]:
         "LD_PRELOAD": str(library),
     }
     if way in ("shared", "alone"):
-        told["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        variables["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:
-        told |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+        variables |= {
+            "NCCL_HOSTID": f"rank{rank}",
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+        }
     if way in ("shared", "mps"):
-        told |= mps_environment()
-    return told
+        variables |= mps_environment()
+    return variables
 
 
 def mps_environment() -> dict[str, str]:
@@ -114,10 +118,10 @@ def probe(way: str, ranks: int, library: Path) -> float:
         time.sleep(0.05)
     for process in processes:
         process.kill()
-    told = [process.communicate()[0] for process in processes]
+    printed = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         return float("inf")
-    return float(told[0])
+    return float(printed[0])
 
 
 def exchange(rank: int, ranks: int, port: str) -> None:

@@ -42,13 +42,13 @@ pytestmark = [
 
 
 def serve(folder: Path, way: str) -> dict[str, Any]:
-    """Serve in processes of their own; what they found."""
+    """Serve in processes of their own; what they printed."""
     plugin = folder / "lent/served_on_cpu-0.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "entry_points.txt").write_text(PLUGIN)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: served-on-cpu\nVersion: 0\n")
     (folder / "eplb.toml").write_text(CONFIG.format(folder=folder))
-    told = {
+    variables = {
         "PYTHONPATH": f"{ROOT}:{plugin.parent}",
         "EPLB_CONFIG": str(folder / "eplb.toml"),
         "EPLB_SERVED_ON_CPU": "1",
@@ -63,22 +63,22 @@ def serve(folder: Path, way: str) -> dict[str, Any]:
     with (folder / "log").open("wb") as log:
         subprocess.run(
             [sys.executable, "-m", "tests.support.engines.served_on_cpu", str(folder), way],
-            env={**os.environ, **told},
+            env={**os.environ, **variables},
             stdout=log,
             stderr=log,
             timeout=DEADLINE_S,
             check=False,
         )
-    result = folder / "served.json"
-    assert result.exists(), (folder / "log").read_text()[-4000:]
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    path = folder / "served.json"
+    assert path.exists(), (folder / "log").read_text()[-4000:]
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_answers_are_those_of_the_start_while_maps_change(tmp_path: Path, way: str) -> None:
-    found = serve(tmp_path, way)
+    result = serve(tmp_path, way)
 
-    assert found["maps"] >= 4
-    assert found["equal"] == found["answers"]
-    assert found["broken_equal"] < found["broken_answers"] / 2, "a transfer that moves nothing"
+    assert result["maps"] >= 4
+    assert result["equal"] == result["answers"]
+    assert result["broken_equal"] < result["broken_answers"] / 2, "a transfer that moves nothing"

@@ -282,11 +282,11 @@ def main() -> None:
     maps = [engine.collective_rpc("eplb_maps")[0]]
     engine.collective_rpc("eplb_interval", args=(INTERVAL,))
     equal = compare(ROUNDS)
-    num_maps = sum(one != other for one, other in itertools.pairwise(maps))
+    num_maps = sum(first != second for first, second in itertools.pairwise(maps))
     engine.collective_rpc("eplb_break_transfer")
-    told = {"answers": 16 * ROUNDS, "equal": equal, "maps": num_maps}
-    told |= {"broken_answers": 16 * BROKEN_ROUNDS, "broken_equal": compare(BROKEN_ROUNDS)}
-    (folder / "served.json").write_text(json.dumps(told))
+    figures = {"answers": 16 * ROUNDS, "equal": equal, "maps": num_maps}
+    figures |= {"broken_answers": 16 * BROKEN_ROUNDS, "broken_equal": compare(BROKEN_ROUNDS)}
+    (folder / "served.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
