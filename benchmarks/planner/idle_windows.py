@@ -37,7 +37,7 @@ LOADS: dict[str, Sizes] = {
     "the same, idle ones first": _mixed(FEW, 54, 6, in_order=True),
     "14 of 5, then 2 of 48,000": _mixed(FEW, 14, 2, in_order=True),
     "54 of 500, 6 of 48,000": _mixed(500, 54, 6),
-    "16 of 48,000": _mixed(FEW, 0, 16),
+    "16 of 48,000": _mixed(FEW, 0, 16, in_order=True),
     "16 of 48,000 x lognormal(1)": lambda rng: (BUSY * rng.lognormal(0, 1, 16)).astype(np.int64),
 }
 
