@@ -262,7 +262,7 @@ def _imbalances(
     ):
         served = Placement(held[rows], whole.num_experts, 0, share[rows].clip(0.0, 1.0))
         found[f"{name}, {'static' if is_static else 'dynamic'}"] = float(
-            imbalance(made.problem.work, served, topology).mean()
+            made.problem.mean_over_windows(imbalance(made.problem.work, served, topology)).mean()
         )
     return found
 

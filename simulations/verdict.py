@@ -127,99 +127,126 @@ class Judge:
     @property
     def verdict(self) -> Verdict:
         """The answer so far."""
-        if self._total is None or self._start is None:
-            return Verdict("too few", "too few tokens to say: no window has any", {})
-        routed, *ways, chance = np.array(self._rows).reshape(-1, 6).T
-        means = [mean_by_tokens(way, routed) for way in (*ways, chance)]
-        in_order_, moved, replicated, hindsight, by_chance = means
-        topology = self.plain.topology
-        together = float(imbalance(self._total, self._start, topology).mean())
-        a_layer = float(self._total.sum(axis=1).mean())
-        drawn = a_layer / dispersion(LoadHistory(np.stack(self._seen)))
-        shown = 1.0 + _shown_by(drawn, int(topology.serving.sum()))
-        target = self.plain.budget.target_imbalance
-        figures = {
-            "in_order": in_order_,
-            "moves": moved,
-            "replicas": replicated,
-            "hindsight": hindsight,
-            "chance": by_chance,
-            "windows": float(len(routed)),
-            "tokens": a_layer,
-            "together": together,
-            "shown": shown,
-        }
-        full = num_full_blocks(routed, len(routed)) if len(routed) else 0
+        if self._total is None or self._start is None or not self._rows:
+            return Verdict("too few", "too few tokens to say: fewer than two windows have any", {})
+        routed, in_order, moves, replicas, hindsight, chance = np.array(self._rows).T
+        topology, wide = self.plain.topology, self.redundant.topology
+        tokens = float(self._total.sum(axis=1).mean())
+        drawn = tokens / dispersion(LoadHistory(np.stack(self._seen)))
+        return Evidence(
+            routed=routed,
+            in_order=in_order,
+            moves=moves,
+            replicas=replicas,
+            hindsight=hindsight,
+            chance=chance,
+            tokens=tokens,
+            together=float(imbalance(self._total, self._start, topology).mean()),
+            shown=1.0 + _shown_by(drawn, int(topology.serving.sum())),
+            target=self.plain.budget.target_imbalance,
+            slots=int(wide.slots_of_rank.max() - topology.slots_of_rank.max()),
+            seed=self.plain.seed,
+        ).verdict
+
+
+Series = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Evidence:
+    """What the judged windows show."""
+
+    routed: Series  # [T] tokens of each window
+    in_order: Series  # [T] imbalance of each way to serve, mean over layers
+    moves: Series
+    replicas: Series
+    hindsight: Series
+    chance: Series  # [T] of even ranks
+    tokens: float  # of a layer, in all windows
+    together: float  # imbalance of all windows as one, in order
+    shown: float  # imbalance that even ranks with so many tokens pass with CHANCE
+    target: float  # imbalance up to which the planner changes nothing
+    slots: int  # redundant ones of a rank
+    seed: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """The first answer that holds."""
+        full = num_full_blocks(self.routed, len(self.routed))
         if full < FEWEST:
-            return Verdict(
+            return self._answer(
                 "too few",
                 f"too few tokens to say: {counted(full, 'window')} with tokens came after the "
                 f"first, expected {FEWEST} or more",
-                figures,
             )
-
-        def gain(less: NDArray[np.float64]) -> Difference:
-            part = routed / routed.mean()
-            return difference_of((ways[0] - less) * part, self.plain.seed, least=LEAST)
-
-        uneven = gain(chance)
-        is_even = uneven.verdict != "better" or in_order_ - by_chance <= target - 1.0
-        in_windows = (
-            f"experts in order have imbalance {in_order_:.3f} where chance alone makes "
-            f"{by_chance:.3f}"
-        )
-        if is_even and together <= max(shown, target):
-            if shown <= target:
-                return Verdict(
-                    "even",
-                    f"not worth enabling: the ranks are even: {in_windows}, and all windows "
-                    f"together {together:.3f}",
-                    figures,
-                )
-            needed = a_layer * ((shown - 1.0) / (target - 1.0)) ** 2
-            return Verdict(
-                "too few",
-                f"too few tokens to say: {a_layer:,.0f} in a layer show an imbalance above "
-                f"{shown:.3f}, and all windows together have {together:.3f}; about {needed:,.0f} "
-                f"show {target:g}, the planner's target",
-                figures,
-            )
-        slots = int(self.redundant.topology.slots_of_rank.max() - topology.slots_of_rank.max())
-        with_slots = f"{counted(slots, 'redundant slot')} a rank"
-        judged = f"{len(routed)} windows that no plan had seen"
-        by_moves, by_replicas = gain(ways[1]), gain(ways[2])
-        helps, most = by_moves.verdict == "better", max(by_replicas.mean, by_moves.mean)
-        if helps and by_moves.mean >= MOST_PART * most:
-            return Verdict(
-                "moves",
-                f"worth enabling: moves help: imbalance {in_order_:.3f} in order, {moved:.3f} "
-                f"with moves and no redundant slot, {replicated:.3f} with {with_slots}; {judged}; "
-                f"chance alone makes {by_chance:.3f}",
-                figures,
-            )
+        if self._is_even():
+            return self._even() if self.shown <= self.target else self._too_few()
+        by_moves, by_replicas = self._gain(self.moves), self._gain(self.replicas)
+        whole = max(by_moves.mean, by_replicas.mean)
+        if by_moves.verdict == "better" and by_moves.mean >= MOST_PART * whole:
+            return self._answer("moves", f"worth enabling: moves help: {self._by_plans()}")
         if by_replicas.verdict == "better":
-            return Verdict(
+            return self._answer(
                 "replica",
-                f"worth enabling with redundant slots: a replica is needed, a move does not help: "
-                f"imbalance {in_order_:.3f} in order, {moved:.3f} with moves alone, "
-                f"{replicated:.3f} with {with_slots}; {judged}; chance alone makes {by_chance:.3f}",
-                figures,
+                "worth enabling with redundant slots: a replica is needed, a move does not help: "
+                f"{self._by_plans()}",
             )
-        if gain(np.maximum(ways[3], chance)).verdict == "better":
-            return Verdict(
+        if self._gain(np.maximum(self.hindsight, self.chance)).verdict == "better":
+            return self._answer(
                 "too fast",
-                f"not worth enabling: the load changes faster than plans can: imbalance "
-                f"{in_order_:.3f} in order, {moved:.3f} with moves and {replicated:.3f} with "
-                f"{with_slots} by plans of earlier windows, {hindsight:.3f} by a plan of each "
-                f"window itself; {judged}; chance alone makes {by_chance:.3f}",
-                figures,
+                "not worth enabling: the load changes faster than plans can: "
+                f"{self._by_plans()}; a plan of each window itself gives "
+                f"{self._mean(self.hindsight):.3f}",
             )
-        return Verdict(
-            "too few",
-            f"too few tokens to say: {in_windows}, and {judged} do not tell whether plans help: "
-            f"{moved:.3f} with moves, {replicated:.3f} with {with_slots}",
-            figures,
+        return self._answer(
+            "too few", f"too few tokens to say whether plans help: {self._by_plans()}"
         )
+
+    def _is_even(self) -> bool:
+        """Whether neither windows nor their sum show more than chance and the target."""
+        above = self._mean(self.in_order) - self._mean(self.chance)
+        is_uneven = self._gain(self.chance).verdict == "better" and above > self.target - 1.0
+        return not is_uneven and self.together <= max(self.shown, self.target)
+
+    def _even(self) -> Verdict:
+        return self._answer(
+            "even",
+            "not worth enabling: the ranks are even: experts in order have imbalance "
+            f"{self._mean(self.in_order):.3f} where chance alone makes "
+            f"{self._mean(self.chance):.3f}, and all windows together {self.together:.3f}",
+        )
+
+    def _too_few(self) -> Verdict:
+        needed = self.tokens * ((self.shown - 1.0) / (self.target - 1.0)) ** 2
+        return self._answer(
+            "too few",
+            f"too few tokens to say: {self.tokens:,.0f} in a layer show an imbalance above "
+            f"{self.shown:.3f}, and all windows together have {self.together:.3f}; about "
+            f"{needed:,.0f} show {self.target:g}, the planner's target",
+        )
+
+    def _by_plans(self) -> str:
+        """Imbalance of the ways that plans of earlier windows serve."""
+        return (
+            f"imbalance {self._mean(self.in_order):.3f} in order, {self._mean(self.moves):.3f} "
+            f"with moves and no redundant slot, {self._mean(self.replicas):.3f} with "
+            f"{counted(self.slots, 'redundant slot')} a rank, on {len(self.routed)} windows that "
+            f"no plan had seen; chance alone makes {self._mean(self.chance):.3f}"
+        )
+
+    def _mean(self, series: Series) -> float:
+        return mean_by_tokens(series, self.routed)
+
+    def _gain(self, less: Series) -> Difference:
+        """What another imbalance gains over experts in order."""
+        part = self.routed / self.routed.mean()
+        return difference_of((self.in_order - less) * part, self.seed, least=LEAST)
+
+    def _answer(self, worth: Worth, sentence: str) -> Verdict:
+        series = ("in_order", "moves", "replicas", "hindsight", "chance")
+        figures = {name: self._mean(getattr(self, name)) for name in series}
+        own = {"tokens": self.tokens, "together": self.together, "shown": self.shown}
+        return Verdict(worth, sentence, figures | own | {"windows": float(len(self.routed))})
 
 
 def _shown_by(tokens: float, num_ranks: int) -> float:

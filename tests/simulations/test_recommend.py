@@ -410,3 +410,30 @@ def test_group_that_fills_no_whole_number_of_nodes_is_on_one_more(
     topology = even_topology(ranks, 8, 1, 64)
 
     assert np.bincount(topology.node_of_rank).tolist() == per_node
+
+
+def test_model_of_a_config_is_asked_about_and_the_answer_ends_with_a_verdict(
+    tmp_path: Path,
+) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    figures = {"num_hidden_layers": 3, "num_experts": 8, "hidden_size": 512}
+    config.write_text(json.dumps(figures | {"moe_intermediate_size": 256}))
+    words = (
+        *("recommend", "generated:gamma:windows=12,layers=3,experts=8,tokens=20000"),
+        *("--hardware", "h100", "--ranks", "4", "--redundant-per-rank", "0", "--every", "4"),
+        *("--output", str(out), "--model"),
+    )
+
+    asked = command(*words, str(config))
+    without_cache = command(*words, f"{config},top_k=2")
+    ran = command("recommend", *words[1:], f"{config},top_k=2", "--kv-token-bytes", "1024")
+
+    assert asked.exit_code == 2
+    assert "top_k=NUMBER" in "".join(asked.stderr.split())
+    assert without_cache.exit_code == 2
+    assert "--kv-token-bytes" in without_cache.stderr
+    assert ran.exit_code == 0, ran.stderr
+    found = json.loads(out.read_text())
+    assert found["verdict"]["worth"] in ("moves", "replica")
+    assert found["sentences"][-1] == f"verdict: {found['verdict']['sentence']}"
+    assert "verdict: worth enabling" in ran.stdout

@@ -204,7 +204,7 @@ def make_plan(
         kept, weights = evened(
             wanted,
             weights,
-            made.problem.scaled.mean(axis=1) * movable[:, None],  # others are swapped for nothing
+            made.problem.mean_scaled * movable[:, None],  # others are swapped for nothing
             topology.node_of_slot.astype(np.int64) * (shape.system.num_groups > 1),
             each=held.shape[1] // topology.num_ranks,
             goal=GOAL if is_free else target_imbalance,
@@ -213,7 +213,11 @@ def make_plan(
         if is_table:
             sources = source_table(kept, weights, shape.num_experts, topology)
     booked, effective = (
-        float(imbalance(made.problem.work, placement, topology)[..., movable].mean())
+        float(
+            made.problem.mean_over_windows(imbalance(made.problem.work, placement, topology))[
+                movable
+            ].mean()
+        )
         for placement in (
             Placement(wanted.astype(np.int32), shape.num_experts, 0, shares_of(wanted, share)),
             Placement(kept.astype(np.int32), shape.num_experts, 0, shares_of(kept, weights)),
