@@ -371,7 +371,7 @@ def _of_case(
 ) -> tuple[list[LayerVerdict], str]:
     """Verdicts, or why the engine does not make such layers here."""
     # A fork spares each rank the engine's import, and cannot use CUDA where its parent has.
-    method = "spawn" if torch.cuda.is_initialized() else "fork"
+    method = "spawn" if torch.cuda.is_initialized() else "fork"  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         try:
             start_processes(  # type: ignore[no-untyped-call]

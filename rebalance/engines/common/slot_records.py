@@ -163,8 +163,8 @@ class SlotRecords:
         return int(word)
 
     def _is_other(self, layer: int, expert: int, record: torch.Tensor) -> bool:
-        found = self._expert_of[layer].get(digest_of(record))
-        return found != self._alike[layer][expert]
+        holder = self._expert_of[layer].get(digest_of(record))
+        return bool(holder != self._alike[layer][expert])
 
     def _from_slots(self, layer: int, wants: IntArray, live: IntArray) -> dict[int, torch.Tensor]:
         """Records for this rank, by their number among those that it wants; collective.
