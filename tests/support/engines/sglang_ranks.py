@@ -7,7 +7,6 @@ model (a class with expert weights), its description, and calls of a device modu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,9 +38,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.utils.common import LazyValue
 
-from rebalance.engines.common import guards
 from rebalance.engines.sglang import hooks, rounds
-from rebalance.engines.sglang.entry import ASSUMED
 from tests.support.engines.ranks import (
     EACH,
     INTERVAL,
@@ -71,11 +68,6 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 }
 WITH_TASKS_ALONE = {"eplb_rebalance_num_iterations": 10**6}  # no interval ends in a test
 torch.set_num_threads(1)
-
-
-def refusals() -> Iterator[str]:
-    """What of the plug-in's assumptions does not hold here."""
-    return guards.refusals(ASSUMED)
 
 
 class Model(torch.nn.Module):
