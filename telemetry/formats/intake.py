@@ -246,7 +246,8 @@ def _check_axes(
         _refuse_axes("[windows, experts, layers]", "experts")
     whole = totals.sum(axis=0)
     if whole.max() > UNEQUAL * whole.min():
-        least, most = layers.ids[int(whole.argmin())], layers.ids[int(whole.argmax())]
+        ids = np.array(layers.ids)[busy]
+        least, most = ids[whole.argmin()], ids[whole.argmax()]
         lost = f"layer {least} has {whole.min()} tokens, layer {most} {whole.max()}"
         cut_unlike(lost, options.strict)
         notes.append(f"{lost}, though each token passes both: the recording may lack a part")
