@@ -8,7 +8,7 @@ Shapes:  L MoE layers, S slots of all ranks, C slots of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -137,3 +137,23 @@ def read_of(experts: Any) -> Iterator[Named]:
     if kernel is not None:
         for name, tensor in direct(kernel.fused_experts):
             yield f"kernel {name}", tensor
+
+
+def model_of(layers: Sequence[Any], num_experts: int, num_slots: int, num_ranks: int) -> Any:
+    """What the balancer uses of a model.
+
+    Args:
+        layers: have ``get_expert_weights`` and ``set_eplb_state``.
+        num_experts: E.
+        num_slots: S, of all ranks.
+        num_ranks: with equally many slots.
+    """
+    from vllm.model_executor.models.interfaces import MixtureOfExperts
+
+    model: Any = type("Model", (MixtureOfExperts,), {})()
+    model.moe_layers, model.num_moe_layers = list(layers), len(layers)
+    model.num_expert_groups, model.num_shared_experts = 1, 0
+    model.num_logical_experts = model.num_routed_experts = num_experts
+    model.num_physical_experts, model.num_local_physical_experts = num_slots, num_slots // num_ranks
+    model.num_redundant_experts = num_slots - num_experts
+    return model

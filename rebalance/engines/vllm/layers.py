@@ -41,12 +41,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from rebalance.engines.common.conform import EACH, EXPERTS, LAYERS, RANKS, TOKENS, Subject, drawn
-from rebalance.engines.vllm.conform import experts_of, subject_of
+from rebalance.engines.vllm.conform import experts_of, model_of, subject_of
 
 HIDDEN, INTERMEDIATE = 512, 256  # whole tiles of all kernels, and blocks of 128
 SLOTS = RANKS * EACH
@@ -256,21 +255,3 @@ def _shapes_of(experts: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 def named(runner: str) -> Any:
     """What the balancer and the plug-in use of vLLM's ``ModelConfig``."""
     return SimpleNamespace(model="conform", runner_type=runner, compute_hash=lambda: runner)
-
-
-def model_of(layers: Sequence[Any], num_experts: int, num_slots: int, num_ranks: int) -> Any:
-    """What the balancer uses of a model.
-
-    Args:
-        layers: have ``get_expert_weights`` and ``set_eplb_state``.
-        num_experts: E.
-        num_slots: S, of all ranks.
-        num_ranks: with equally many slots.
-    """
-    model = type("Model", (MixtureOfExperts,), {})()
-    model.moe_layers, model.num_moe_layers = list(layers), len(layers)
-    model.num_expert_groups, model.num_shared_experts = 1, 0
-    model.num_logical_experts = model.num_routed_experts = num_experts
-    model.num_physical_experts, model.num_local_physical_experts = num_slots, num_slots // num_ranks
-    model.num_redundant_experts = num_slots - num_experts
-    return model

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.vllm.layers import model_of as model_of
+from rebalance.engines.vllm.conform import model_of as model_of
 
 
 class HostEvent:
