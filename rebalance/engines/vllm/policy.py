@@ -107,7 +107,7 @@ def _decided(
     state = agree_on_state(group, RankState(process.num_faults, int(bool(why))))
     process.stop_moves("" if not state.num_faults else FAULTS_STOP_MOVES)
     process.hand_back(why, is_so=bool(state.engine_plans))
-    is_left = bool(state.engine_plans and not state.num_faults)
+    is_left = bool(state.engine_plans) and not process.stopped
     message = torch.from_numpy(_standing(served, held))
     if plan is not None:
         wanted, figures = plan
