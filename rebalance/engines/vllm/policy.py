@@ -116,7 +116,7 @@ def _decided(
         repaired = process.mend(served, held)
     process.stop_moves(process.left_behind or (FAULTS_STOP_MOVES if state.num_faults else ""))
     process.hand_back(why, is_so=bool(state.engine_plans))
-    is_left = bool(state.engine_plans and not process.stopped)
+    is_left = bool(state.engine_plans) and not process.stopped
     message = torch.from_numpy(_standing(served, held))
     if plan is not None:
         wanted, figures = plan
