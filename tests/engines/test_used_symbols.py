@@ -209,7 +209,7 @@ def renamed(part: Part, name: str) -> str:
     """The source of a part's file, with another name in that part."""
     lines = part.module.text.splitlines(keepends=True)
     first, last = 0, len(lines)
-    if isinstance(part.node, ast.ClassDef):
+    if isinstance(part.node, ast.ClassDef) and not part.node.bases:  # else a parent may have it
         first, last = part.node.lineno - 1, part.node.end_lineno or last
     own = re.sub(rf"\b{re.escape(name)}\b", f"{name}_renamed", "".join(lines[first:last]))
     return "".join(lines[:first]) + own + "".join(lines[last:])

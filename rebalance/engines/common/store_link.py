@@ -330,7 +330,7 @@ class StoreLink:
     def _why_observed(self, store: StateStore) -> str:
         if self._unproved and time.monotonic() >= self._next_proof:
             self._next_proof = time.monotonic() + RANK_REPORT_S
-            num_ranks = topology_from_dict(self._identity.info.topology).num_ranks
+            num_ranks = topology_from_dict(dict(self._identity.info.topology)).num_ranks
             lacking = why_unproved(report_of(store), num_ranks)
             self._unproved = f"{self._identity.untried}: {lacking}" if lacking else ""
         return self._unproved
