@@ -11,7 +11,7 @@ RELEASES := vllm==0.31.0 vllm==0.32.0 sglang==0.5.21 sglang==0.5.22
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke test-engines-releases newest-engines check bench scorecard clean
+.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke test-engines-releases newest-engines test-engines-served check bench scorecard clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -60,6 +60,10 @@ newest-engines: $(VENV)/.dev
 test-engines-smoke: .venv-vllm/packages.txt
 	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py tests/engines/test_used_symbols.py \
 		tests/engines/vllm/test_conform.py tests/engines/vllm/test_guards.py tests/engines/vllm/test_groups.py $(ARGS)
+
+# vLLM's CPU build serves a tiny model with the plug-in; minutes.
+test-engines-served: .venv-served/packages.txt
+	.venv-served/bin/python -m pytest -W default -m slow tests/engines/vllm/test_served.py $(ARGS)
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh
 	PYTHON=$(PYTHON) tests/engines/environment.sh $*

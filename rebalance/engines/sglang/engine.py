@@ -93,6 +93,25 @@ def model_name() -> str:
     return f"sglang {version('sglang')} {model.model_path} {layout}"
 
 
+def expert_weights(model: Any) -> dict[int, list[torch.Tensor]]:
+    """The tensors of the routed experts of each row; a dict, where the model's is of another type.
+
+    Qwen3-MoE's and others' are a ``LazyValue``, which forwards attributes and items alone: Python
+    iterates over it by the indices 0, 1, ..., and ``len`` and ``in`` fail.
+
+    Raises:
+        ConfigError: the model does not show its experts' weights.
+    """
+    weights = getattr(model, "routed_experts_weights_of_layer", None)
+    rows = {} if weights is None else dict(weights.items())
+    if not rows:
+        raise ConfigError(
+            f"{type(model).__name__} has no routed_experts_weights_of_layer, expected the weights "
+            "of its routed experts: without them the engine cannot move experts of this model"
+        )
+    return rows
+
+
 def shape_of(manager: Any, rank: int) -> Shape:
     """Describe the model and its ranks.
 
@@ -102,13 +121,7 @@ def shape_of(manager: Any, rank: int) -> Shape:
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    live, model = metadata(), manager._get_model()
-    weights = getattr(model, "routed_experts_weights_of_layer", None)
-    if not weights:
-        raise ConfigError(
-            f"{type(model).__name__} has no routed_experts_weights_of_layer, expected the weights "
-            "of its routed experts: without them the engine cannot move experts of this model"
-        )
+    live, weights = metadata(), expert_weights(manager._get_model())
     config = ModelConfigForExpertLocation.from_model_config(manager._model_config)
     nodes = int(get_parallel().nnodes)
     groups = int(config.num_groups or 1)
@@ -126,9 +139,10 @@ def shape_of(manager: Any, rank: int) -> Shape:
 def view_of(manager: Any, rank: int) -> EngineView:
     """Where the model has its experts; layers are all hidden layers, as in the engine's map."""
     model = manager._get_model()
+    weights = expert_weights(model)
     return EngineView(
-        sorted(model.routed_experts_weights_of_layer),
-        lambda row: (model, model.routed_experts_weights_of_layer[row]),
+        sorted(weights),
+        lambda row: (model, weights[row]),
         lambda row: metadata().physical_to_logical_map_cpu[row].numpy(),
         rank,
         int(metadata().ep_size),
@@ -186,6 +200,18 @@ def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> An
         ep_size=live.ep_size,
         logical_to_rank_dispatch_physical_map=table,
     )
+
+
+def own_target(manager: Any, tokens: torch.Tensor) -> Any:
+    """The engine's metadata for the map of its own planner.
+
+    Args:
+        manager: the engine's EPLBManager.
+        tokens: [L, E] of all ranks, so that each rank plans the same.
+    """
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+
+    return ExpertLocationMetadata.init_by_eplb(manager._model_config, tokens)
 
 
 def mover(manager: Any, target: Any) -> Move:

@@ -55,6 +55,9 @@ ASSUMED = Assumptions(
         f"{DISTRIBUTION}.get_global_expert_distribution_recorder": "",
         f"{LOCATION}.get_global_expert_location_metadata": "",
         f"{LOCATION}.ExpertLocationMetadata.update": "self other update_layer_ids",
+        f"{LOCATION}.ExpertLocationMetadata.init_by_eplb": (
+            "model_config logical_count use_flat_topology"
+        ),
         f"{LOCATION}.ModelConfigForExpertLocation.from_model_config": "model_config",
         f"{DISPATCH}.ExpertLocationDispatchInfo.init_new": "layer_id [is_draft]",
         f"{DISPATCH}.topk_ids_logical_to_physical": "topk_ids info log2phy_prob",

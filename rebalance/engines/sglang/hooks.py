@@ -99,9 +99,10 @@ class Hooks:
 
     def pass_ended(self, original: Callable[[Any], None], manager: Any) -> None:
         """In place of the engine's own rebalance; raises only what the engine's updater raises."""
-        if self.rounds is not None:
-            self.rounds.pass_ended()
-        elif not self._is_on:
+        rounds = self.rounds
+        if rounds is not None and not rounds.is_left:
+            rounds.pass_ended()
+        elif rounds is not None or not self._is_on:
             original(manager)
 
     def map_wanted(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:

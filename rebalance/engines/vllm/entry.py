@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 _loaded: list[PluginProcess] = []  # the plug-in of this process, once it is loaded
 
 EPLB = "vllm.distributed.eplb"
-STATE, COMMUNICATOR = f"{EPLB}.eplb_state", f"{EPLB}.eplb_communicator"
-EXECUTE, FUSED_MOE = f"{EPLB}.rebalance_execute", "vllm.model_executor.layers.fused_moe"
+STATE, EXECUTE = f"{EPLB}.eplb_state", f"{EPLB}.rebalance_execute"
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 # Where the parser of ``vllm serve`` is, in newer and older releases.
 PARSERS = "vllm.entrypoints.common.cli_args", "vllm.entrypoints.launchers.cli_args"
@@ -46,27 +46,10 @@ ASSUMED = Assumptions(
         f"{STATE}._commit_eplb_maps_for_layer": "model_state new_physical_to_logical_map layer",
         f"{STATE}.get_eplb_group": "",
         f"{STATE}.get_node_count": "",
-        f"{STATE}.move_from_buffer": (
-            "expert_weights expert_weights_buffers transfer_metadata new_indices ep_rank"
-        ),
-        f"{EXECUTE}.move_from_buffer": (
-            "expert_weights expert_weights_buffers transfer_metadata new_indices ep_rank"
-        ),
         f"{EXECUTE}.move_to_buffer": (
             "num_local_experts old_indices new_indices expert_weights expert_weights_buffers "
             "stream ep_rank communicator layer_idx ..."
         ),
-        f"{STATE}.create_eplb_communicator": (
-            "group_coordinator backend expert_weights expert_buffer"
-        ),
-        f"{COMMUNICATOR}.create_eplb_communicator": (
-            "group_coordinator backend expert_weights expert_buffer"
-        ),
-        f"{COMMUNICATOR}.EplbCommunicator.add_send": "self tensors dst_rank expert_id",
-        f"{COMMUNICATOR}.EplbCommunicator.add_recv": "self tensors src_rank expert_id",
-        f"{COMMUNICATOR}.EplbCommunicator.execute": "self",
-        f"{COMMUNICATOR}.EplbCommunicator.set_transfer_context": "self old_indices layer_idx",
-        f"{COMMUNICATOR}.EplbCommunicator.set_stream": "self stream",
         f"{EPLB}.eplb_utils.device_stream": "stream",
         "vllm.utils.gpu_sync_debug.gpu_sync_allowed": "first_only",
         "vllm.distributed.parallel_state.get_pp_group": "",
@@ -79,11 +62,13 @@ ASSUMED = Assumptions(
     attributes={
         f"{EPLB}.policy": "EPLB_POLICIES",
         STATE: "EPLB_POLICIES",
-        f"{COMMUNICATOR}.EplbCommunicator": "needs_profile_buffer_reservation",
         f"{STATE}.EplbState": "parallel_config model_states should_record_tensor",
         f"{STATE}.EplbModelState": (
             "physical_to_logical_map logical_to_physical_map logical_replica_count "
             "expert_load_pass model communicator"
+        ),
+        f"{EXECUTE}.TransferMetadata": (
+            "is_unchanged is_received_locally recv_primary_mask recv_count"
         ),
         "vllm.model_executor.models.interfaces.MixtureOfExperts": (
             "expert_weights moe_layers num_moe_layers num_expert_groups num_logical_experts"
@@ -109,7 +94,6 @@ ASSUMED = Assumptions(
     lines={
         f"{STATE}.EplbState.add_model": (
             "self.policy = EPLB_POLICIES[policy_type]",
-            "communicator = create_eplb_communicator(",
             "MAX_EXPERT_REDUNDANCY = 1023",
         ),
         f"{STATE}.EplbState.step": (
@@ -128,21 +112,34 @@ ASSUMED = Assumptions(
             "_commit_eplb_maps_for_layer(",
         ),
         f"{EXECUTE}.rearrange_expert_weights_inplace": (
-            "move_from_buffer(",
-            "expert_weights=expert_weights[layer_idx]",
+            "transfer_metadata = move_to_buffer(",
+            "old_indices=old_global_expert_indices_cpu[layer_idx]",
             "new_indices=new_global_expert_indices_cpu[layer_idx]",
+            "expert_weights_buffers=weights_buffer",
+            "stream=None",
+            "communicator=communicator",
+            "layer_idx=layer_idx",
+            "transfer_metadata=transfer_metadata",
         ),
         f"{EXECUTE}.transfer_layer": (
             "return move_to_buffer(",
+            "old_indices=old_layer_indices_np",
             "new_indices=new_layer_indices_np",
+            "expert_weights_buffers=expert_weights_buffer",
+            "stream=stream",
             "communicator=communicator",
+            "layer_idx=layer_idx",
+        ),
+        f"{EXECUTE}.move_from_buffer": (
+            "dest_mask_np = np.logical_and(~is_unchanged, copy_mask)",
+            "copy_mask = np.logical_or(is_received_locally, recv_primary_mask)",
+            "if recv_count == 0:",
         ),
         f"{EPLB}.async_worker.transfer_run_periodically": (
             "model_state.communicator.set_stream(stream)",
             "torch.distributed.all_reduce(flag, group=eplb_cpu_group)",
         ),
         f"{EXECUTE}.move_to_buffer": (
-            "communicator.set_transfer_context(old_indices, layer_idx)",
             "b[dst].copy_(w[src_local], non_blocking=True)",
             "communicator.execute()",
         ),
@@ -209,7 +206,7 @@ CONFORM = Assumptions(
     },
     attributes={
         f"{STATE}.EplbModelState": "expert_buffer",
-        f"{COMMUNICATOR}.TorchDistGlooStagedEplbCommunicator": "_ops",
+        f"{EPLB}.eplb_communicator.TorchDistGlooStagedEplbCommunicator": "_ops",
         f"{FUSED_MOE}.config.FusedMoEQuantConfig": "is_scale_swizzled",
         f"{FUSED_MOE}.config.FusedMoEQuantDesc": "dtype scale alpha_or_gscale bias",
     },

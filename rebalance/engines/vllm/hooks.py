@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rebalance.engines.vllm.mover import communicator_class
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -38,7 +36,7 @@ def install(process: PluginProcess) -> Callable[[], None]:
 
 
 def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
-    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy, rebalance_execute
+    from vllm.distributed.eplb import eplb_state, policy, rebalance_execute
 
     def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         own = getattr(owner, name)
@@ -60,11 +58,7 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     own_policy = policy.EPLB_POLICIES["default"]
     policy.EPLB_POLICIES["default"] = policy_class(process, own_policy)
     undo.append(lambda: policy.EPLB_POLICIES.__setitem__("default", own_policy))
-    wrap(eplb_state, "create_eplb_communicator", _create_eplb_communicator)
-    wrap(eplb_communicator, "create_eplb_communicator", _create_eplb_communicator)
     wrap(rebalance_execute, "move_to_buffer", _move_to_buffer)
-    for module in (rebalance_execute, eplb_state):
-        wrap(module, "move_from_buffer", _move_from_buffer)
     wrap(eplb_state, "_commit_eplb_maps_for_layer", _commit_eplb_maps_for_layer)
     wrap(eplb_state, "_commit_eplb_maps", _commit_eplb_maps)
     wrap(eplb_state.EplbState, "add_model", _add_model)
@@ -120,39 +114,22 @@ def _step(
     process.after_step(state, is_dummy, is_profile)
 
 
-def _create_eplb_communicator(
-    process: PluginProcess,
-    own: OwnCall,
-    group_coordinator: Any,
-    backend: str,
-    expert_weights: Any,
-    expert_buffer: Any,
-) -> Any:
-    from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
+def _move_to_buffer(process: PluginProcess, own: OwnCall, **kwargs: Any) -> Any:
+    """Have vLLM's transfer fill its buffers, and check them before they are copied to slots."""
     from vllm.distributed.eplb.eplb_utils import device_stream
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-    made = own(group_coordinator, backend, expert_weights, expert_buffer)
-    if backend != "torch_gloo" or not process.is_on("mover"):
-        return made
-
-    def own_on(links: Any) -> Any:
-        group = SimpleNamespace(cpu_group=links, device_group=links)
-        return own.function(group, backend, expert_weights, expert_buffer)
-
-    checked = communicator_class(process, EplbCommunicator, device_stream)
-    return checked(group_coordinator, expert_weights, expert_buffer, made, own_on)
-
-
-def _move_to_buffer(process: PluginProcess, own: OwnCall, *args: Any, **kwargs: Any) -> Any:
-    kwargs["communicator"].wanted = np.array(kwargs["new_indices"], dtype=np.int64)
-    return own(*args, **kwargs)
-
-
-def _move_from_buffer(
-    process: PluginProcess, own: OwnCall, expert_weights: Any, *args: Any, **kwargs: Any
-) -> None:
-    if not process.is_unmoved(expert_weights):
-        own(expert_weights, *args, **kwargs)
+    layer, check = kwargs["layer_idx"], process.check_of(kwargs["communicator"])
+    if check is None:
+        return own(**kwargs)
+    old, new = (np.asarray(kwargs[name], np.int64) for name in ("old_indices", "new_indices"))
+    if layer in check.relabelled:  # its slots have the experts of the new map already
+        check.relabelled.discard(layer)
+        return own(**kwargs | {"new_indices": kwargs["old_indices"]})
+    moved = own(**kwargs)
+    # Behind vLLM's own copies, and before the commit that lets the records serve.
+    with device_stream(kwargs["stream"]), gpu_sync_allowed():
+        return check.check(layer, old, new, kwargs["expert_weights_buffers"], moved)
 
 
 def _commit_eplb_maps_for_layer(

@@ -93,10 +93,6 @@ def remarks(options: Any, model: Mapping[str, Any] | None) -> Iterator[Remark]:
     redundant = options.eplb_config.num_redundant_experts
     yield from remarks_on_slots(model, options.model, redundant, ranks, "num_redundant_experts")
     balancer = options.eplb_config
-    if balancer.communicator == "torch_gloo":
-        yield Remark("mover", "experts are checked on their way")
-    else:
-        found = f"communicator {balancer.communicator}: off, vLLM moves experts unchecked"
-        yield Remark("mover", found)
+    yield Remark("mover", "experts are checked after vLLM's transfer, before they serve")
     interval, window = balancer.step_interval, balancer.window_size
     yield Remark("plans", f"every {interval} passes, on the load of the last {window}")

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
+from vllm.distributed.eplb import eplb_state, policy, rebalance_execute
 
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm import entry
@@ -20,8 +20,7 @@ from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines.gauge import value_of
 
 WRAPPED = (
-    (eplb_state, "create_eplb_communicator"),
-    (eplb_communicator, "create_eplb_communicator"),
+    (rebalance_execute, "move_to_buffer"),
     (eplb_state, "_commit_eplb_maps"),
     (eplb_state, "_commit_eplb_maps_for_layer"),
     (eplb_state.EplbState, "add_model"),

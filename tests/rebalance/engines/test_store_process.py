@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from eplb import ModelShape, Topology
+from api.monitor.monitor import Monitor
+from eplb import ModelShape, Placement, Topology
 from eplb.errors import PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.engines.common.fsck.report import BEGUN, FAULT, PARTS, ROUND, report_of
@@ -31,9 +32,15 @@ from rebalance.engines.common.messages import (
     PlanQuestion,
     SampleOrigin,
 )
+from rebalance.engines.common.plugin_settings import EngineSettings
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.store_link import StoreLink
-from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
+from rebalance.engines.common.store_process import (
+    MOST_SENT,
+    MOST_WAITING,
+    StoreProcess,
+    why_engine_plans,
+)
 from rebalance.engines.common.tap import Counted
 from telemetry import open_store
 from telemetry.state.runs import RunInfo
@@ -51,6 +58,14 @@ INFO = RunInfo(
     topology_to_dict(Topology.uniform(1, 2, 2)),
     8,
 )
+
+
+MOVE = {"decision": "MOVE", "imbalance_before": 1.4, "imbalance_after": 1.0, "moves": 3} | {
+    "reason": "it pays"
+}
+KEEP = {"decision": "KEEP", "imbalance_before": 1.4, "imbalance_after": 1.4, "moves": 0} | {
+    "reason": "it pays nothing"
+}
 
 
 @pytest.fixture
@@ -197,6 +212,154 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
         assert committed is not None
         assert committed.placement.generation == 8
         assert steps_of(store) == [5]
+
+
+def test_process_killed_while_samples_flow_loses_none(url: str, process: StoreProcess) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        victim = process.pid
+        assert victim is not None
+        for step in range(160):
+            if step in (40, 80, 120):
+                victim = process.pid
+                assert victim is not None
+                os.kill(victim, signal.SIGSTOP)  # what follows stays in its pipe
+            process.add(counted(step))
+            if step in (60, 100, 140):
+                until(lambda: not process._waiting)
+                os.kill(victim, signal.SIGKILL)
+                until(lambda before=victim: process.pid != before)
+        assert process.close(NEVER_S)
+        samples = [sample for _, sample in store.samples(INFO.run)]
+
+    expected = sum(int(counted(step).tokens.sum()) for step in range(160))
+    assert sum(int(sample.tokens.sum()) for sample in samples) == expected
+    assert process.num_dropped == 0
+
+
+def test_event_of_a_rank_survives_the_process_that_had_it(url: str, process: StoreProcess) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        victim = process.pid
+        assert victim is not None
+        os.kill(victim, signal.SIGSTOP)
+        process.note("placement_fault", {"text": "planted"})
+        until(lambda: not process._waiting)
+        os.kill(victim, signal.SIGKILL)
+
+        until(lambda: list(store.events_backwards(("placement_fault",))))
+
+
+def test_no_more_is_sent_than_the_process_can_keep_without_a_store(tmp_path: Path) -> None:
+    port = free_port()
+    origin = SampleOrigin(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO)
+    process = StoreProcess("vllm", origin)
+    for step in range(2 * MOST_SENT):
+        process.add(counted(step))
+    until(lambda: len(process._sent) == MOST_SENT)
+    server = RedisProcess(tmp_path / "redis", {"port": str(port)})
+    until(lambda: not process._waiting)
+    ended = process.close(NEVER_S)
+    with closing(open_store(origin.store, DEPLOYMENT)) as store:
+        steps = steps_of(store)
+    server.kill()
+
+    assert ended
+    assert steps == list(range(2 * MOST_SENT))
+
+
+def test_plan_of_an_engine_is_recorded_as_a_plan_of_a_controller(
+    url: str, process: StoreProcess
+) -> None:
+    process.send(change(7))
+    process.send(MoveOutcome(PlanQuestion("interval"), MOVE, is_begun=True))
+    moved = replace(change(8), held=np.roll(HELD, 1, axis=1).astype(np.int32), reason="it pays")
+    process.send(replace(moved, question=PlanQuestion("interval"), figures=MOVE))
+    process.send(MoveOutcome(PlanQuestion("interval"), KEEP))
+
+    assert process.close(NEVER_S)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        seen = Monitor(store).reading()
+    (moving,) = seen.rebalances
+    (mark,) = seen.marks
+    assert [one.decision for one in seen.state.decisions] == ["MOVE", "KEEP"]
+    assert (moving.outcome, moving.moves, moving.trigger) == ("committed", 3, "interval")
+    assert (moving.imbalance_before, moving.imbalance_after) == (1.4, 1.0)
+    assert (moving.generation, moving.target_generation, moving.reason) == (7, 8, "it pays")
+    assert (mark.generation, mark.plan_id) == (8, moving.plan_id)
+
+
+def test_plan_that_never_served_is_aborted_and_its_task_fails(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"dry_run": False})
+        until(lambda: process.questions)
+        question = process.questions.popleft()
+        process.send(MoveOutcome(question, MOVE, is_begun=True))
+        process.send(MoveOutcome(question, error="it never served"))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "failed")
+        (moving,) = Monitor(store).reading().rebalances
+
+    assert (moving.outcome, moving.end_reason) == ("aborted", "it never served")
+
+
+def test_map_that_the_store_refuses_is_told_and_its_task_fails(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        store.commit(Placement(HELD.astype(np.int32), 3, 9), expected=None, reason="another start")
+        task = store.submit("rebalance", {"dry_run": False})
+        until(lambda: process.questions)
+        question = process.questions.popleft()
+        moved = replace(change(8), held=np.roll(HELD, 1, axis=1).astype(np.int32))
+        process.send(replace(moved, question=question, figures=MOVE))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "failed")
+        ended = store.task(task.id)
+        (event,) = store.events_backwards(("error",))
+
+    assert ended is not None
+    refusal = "the map that serves cannot be written: found generation 8 to commit, expected more"
+    assert ended.result.error.startswith(refusal)
+    assert str(event.detail["message"]).startswith(refusal)
+
+
+def test_engine_plans_without_a_store_unless_a_person_has_paused(tmp_path: Path) -> None:
+    port = free_port()
+    server = RedisProcess(tmp_path / "redis", {"port": str(port)})
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO))
+    until(lambda: not made.why_kept)
+    settings = EngineSettings(store_deadline_s=1e-6)
+    with_a_store = why_engine_plans(made, 0, settings, is_so=True)
+    server.kill()
+    until(lambda: made.why_kept == UNREAD)
+    without = why_engine_plans(made, 0, settings, is_so=False)
+    soon = why_engine_plans(made, 0, EngineSettings(), is_so=False)
+    still = why_engine_plans(made, 0, EngineSettings(), is_so=True)
+    server.start()
+    with closing(open_store(f"redis://127.0.0.1:{port}", DEPLOYMENT)) as store:
+        until(lambda: not made.why_kept)
+        store.set_control(replace(store.control(), movement=False), reason="test")
+        until(lambda: made.why_kept)
+    server.kill()
+    until(lambda: made.why_kept == UNREAD)
+    paused = why_engine_plans(made, 9, settings, is_so=True)
+    made.close(NEVER_S)
+
+    assert (with_a_store, soon, paused) == ("", "", "")
+    assert "the deployment's store has not answered for" in without
+    assert still
+
+
+def test_engine_plans_after_some_failures_until_a_plan_is_made() -> None:
+    settings = EngineSettings(failed_plans=3)
+    before = [why_engine_plans(None, failed, settings, is_so=False) for failed in (0, 2, 3)]
+    after = [why_engine_plans(None, failed, settings, is_so=True) for failed in (1, 0)]
+
+    assert before == ["", "", "3 plans in a row failed"]
+    assert after == ["1 plan in a row failed", ""]
 
 
 def test_second_engine_with_one_file_leaves_the_run_until_the_first_ends(
@@ -398,13 +561,15 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         task = store.submit("rebalance", {"dry_run": True})
         until(lambda: process.questions)
         question = process.questions.popleft()
-        process.send(MoveOutcome(question, {"num_moves": 3}))
+        process.send(MoveOutcome(question, KEEP))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         done = store.task(task.id)
         assert done is not None
         assert (question.task_id, question.is_dry) == (task.id, True)
-        assert done.result.detail == {"num_moves": 3, "dry_run": True}
+        figures = {"decision": "KEEP", "before": 1.4, "after": 1.4, "num_moves": 0}
+        assert done.result.detail == figures | {"reason": "it pays nothing", "dry_run": True}
+        assert not list(store.events_backwards(("plan",))), "a dry run decides nothing"
 
 
 def test_task_that_an_engine_cannot_do_fails_with_the_reason(
@@ -436,8 +601,7 @@ class Planner:
         if self._shift < 0:
             raise PlacementError("planted")
         record = np.roll(self._held, self._shift, axis=1).tobytes() if self._shift else b""
-        decision = "MOVE" if record else "KEEP"
-        return record, {"decision": decision, "reason": "planted", "num_moves": 3 * bool(record)}
+        return record, MOVE if record else KEEP
 
 
 @pytest.fixture
@@ -479,12 +643,16 @@ def test_task_is_planned_for_and_ends_with_the_map_of_its_plan(
         task = store.submit("rebalance", {"dry_run": False})
         until(lambda: process.ready)
         assert process.ready is not None
-        process.send(replace(change(7), question=process.ready.question))
+        process.send(replace(change(7), question=process.ready.question, figures=MOVE))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         committed = store.committed()
         assert committed is not None
         assert committed.placement.generation == 7
+        offer = next(store.events_backwards(("publish",))).detail
+        ended = store.task(task.id)
+        assert ended is not None
+        assert committed.plan_id == offer["plan_id"] == ended.result.plan_id
     assert not process.questions, "the rank is asked nothing"
 
 
@@ -515,17 +683,18 @@ def test_plan_that_a_switch_keeps_is_recorded(
         until(lambda: process.why_kept)
         process.ask(PlanQuestion("interval"))
         process.add_window(counted(0), np.zeros_like(HELD))
-        until(lambda: list(store.events_backwards(("engine_plan_kept",))))
-        (event,) = store.events_backwards(("engine_plan_kept",))
+        until(lambda: list(store.events_backwards(("plan",))))
+        (event,) = store.events_backwards(("plan",))
+        published = list(store.events_backwards(("publish",)))
 
-    kept = "the deployment is only observed"
-    figures = {"decision": "MOVE", "reason": "planted", "num_moves": 3}
-    assert event.detail == figures | {"dry_run": False, "kept": kept}
+    assert (event.detail["decision"], event.detail["moves"]) == ("MOVE", 3)
+    assert event.detail["reason"] == "it pays (not moved: the deployment is only observed)"
+    assert not published
 
 
-@pytest.mark.parametrize(("shift", "decision"), [(0, "KEEP"), (1, "MOVE")])
+@pytest.mark.parametrize(("shift", "figures"), [(0, KEEP), (1, MOVE)])
 def test_each_decision_of_the_planner_is_logged(
-    shift: int, decision: str, url: str, caplog: pytest.LogCaptureFixture
+    shift: int, figures: dict[str, Any], url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     planner = f"{Planner.__module__}:{Planner.__name__}"
     identity = SampleOrigin(DEPLOYMENT, url, 0, INFO, planner=planner, terms={"shift": shift})
@@ -537,7 +706,8 @@ def test_each_decision_of_the_planner_is_logged(
         link.close()
 
     (line,) = [one for one in caplog.messages if one.startswith("decision=")]
-    assert line.startswith(f"decision={decision} reason='planted' moved={3 * shift} seconds=")
+    words = "decision={decision} reason={reason!r} moved={moves} seconds=".format(**figures)
+    assert line.startswith(words)
 
 
 def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
@@ -545,10 +715,13 @@ def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
     process = StoreProcess("sglang", identity)
     process.ask(PlanQuestion("interval"))
     with closing(open_store(url, DEPLOYMENT)) as store:
-        until(lambda: list(store.events_backwards(("engine_plan_failed",))))
-        (event,) = store.events_backwards(("engine_plan_failed",))
+        until(lambda: process.num_failed_plans == 1)
+        process.ask(PlanQuestion("interval"))
+        until(lambda: process.num_failed_plans == 2)
         assert process.close(NEVER_S)
-    assert "Nothing" in str(event.detail["error"])
+        (event,) = store.events_backwards(("error",))  # of two failures with the same words
+    assert event.detail["where"] == "plan"
+    assert "Nothing" in str(event.detail["message"])
 
 
 def test_killed_planner_is_asked_again_with_the_next_window(

@@ -36,6 +36,7 @@ from sglang.srt.eplb.expert_location_updater import ExpertLocationUpdater
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.utils.common import LazyValue
 
 from rebalance.engines.sglang import hooks, rounds
 from tests.support.engines.ranks import (
@@ -76,10 +77,13 @@ class Model(torch.nn.Module):
         super().__init__()
         own = held[:, rank * EACH : (rank + 1) * EACH].tolist()
         self.layers = torch.nn.ModuleList(Experts(layer, own[layer]) for layer in MOE)
-        self.routed_experts_weights_of_layer = {
-            layer: [one.weight.data] if forgets else [one.weight.data, one.scale]
-            for layer, one in zip(MOE, self.layers, strict=True)
-        }
+        # As in the engine's Qwen3MoeForCausalLM; its DeepSeek models have a dict.
+        self.routed_experts_weights_of_layer = LazyValue(
+            lambda: {
+                layer: [one.weight.data] if forgets else [one.weight.data, one.scale]
+                for layer, one in zip(MOE, self.layers, strict=True)
+            }
+        )
 
 
 class Rank(EngineRank):
@@ -114,7 +118,7 @@ class Rank(EngineRank):
 
     @property
     def layers(self) -> dict[int, list[torch.Tensor]]:
-        return self.model.routed_experts_weights_of_layer
+        return dict(self.model.routed_experts_weights_of_layer.items())
 
     @property
     def is_on(self) -> bool:
