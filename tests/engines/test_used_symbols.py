@@ -25,7 +25,7 @@ DECLARED: dict[str, Assumptions] = {
 SOURCE = source_of(NAME)
 FOLDER = Path(rebalance.engines.__file__).parent / NAME
 
-OF_TESTS = ("bench.py", "on_cpu.py")  # they serve nothing
+OF_CONFORM = ("layers.py",)  # it serves nothing: `eplb conform` refuses what it cannot import
 if NAME == "vllm":
     EPLB, MOE = ENTRY.EPLB, ENTRY.FUSED_MOE
     OBJECTS: dict[str, dict[str, str]] = {
@@ -56,20 +56,18 @@ if NAME == "vllm":
             "desc": f"{MOE}.config.FusedMoEQuantDesc",
         },
         "replay.py": {"layer": "", "own": ""},
-        "mover.py": {"layer": ""},
+        "mover.py": {"layer": "", "moved": f"{EPLB}.rebalance_execute.TransferMetadata"},
         "options.py": {
             "options": "vllm.config.parallel.ParallelConfig",
             "current_platform": "vllm.platforms.interface.Platform",
             "model": "",
         },
         "process.py": {"experts": ""},
+        "policy.py": {"state": ""},
     }
     # Used by a name that the source computes, or of an object whose name others have too.
     BY_HAND = (
-        f"{EPLB}.eplb_state.move_from_buffer",
-        f"{EPLB}.rebalance_execute.move_from_buffer",
         f"{EPLB}.policy.abstract.AbstractEplbPolicy.rebalance_experts",
-        f"{EPLB}.eplb_communicator.EplbCommunicator.needs_profile_buffer_reservation",
         f"{EPLB}.eplb_communicator.TorchDistGlooStagedEplbCommunicator._ops",
         *(f"{runner}.GPUModelRunner.execute_model" for runner in ENTRY.RUNNERS),
         f"{ENTRY.RUNNERS[0]}.GPUModelRunner.num_spec_tokens",
@@ -171,7 +169,7 @@ def used_in(file: Path) -> Iterator[str]:
 
 def used_symbols() -> list[str]:
     """All symbols that the plug-in uses."""
-    files = [one for one in sorted(FOLDER.glob("*.py")) if one.name not in OF_TESTS]
+    files = [one for one in sorted(FOLDER.glob("*.py")) if one.name not in OF_CONFORM]
     return sorted({*BY_HAND, *(path for file in files for path in used_in(file))})
 
 
@@ -209,7 +207,7 @@ def renamed(part: Part, name: str) -> str:
     """The source of a part's file, with another name in that part."""
     lines = part.module.text.splitlines(keepends=True)
     first, last = 0, len(lines)
-    if isinstance(part.node, ast.ClassDef):
+    if isinstance(part.node, ast.ClassDef) and not part.node.bases:  # else a parent may have it
         first, last = part.node.lineno - 1, part.node.end_lineno or last
     own = re.sub(rf"\b{re.escape(name)}\b", f"{name}_renamed", "".join(lines[first:last]))
     return "".join(lines[:first]) + own + "".join(lines[last:])

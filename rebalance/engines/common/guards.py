@@ -90,7 +90,7 @@ class Module:
         self.name, self.file = name, file
         self.text = file.read_text(encoding="utf-8")
         self.tree = ast.parse(self.text)
-        self.bindings = dict(_bindings(self.tree.body))
+        self.bindings = _bound(self.tree.body)
 
     def origin(self, imported: ast.ImportFrom, name: str) -> str:
         """The dotted path of what a line ``from X import Y`` binds to a name."""
@@ -145,7 +145,7 @@ class PackageSource:
         """Names that a module binds, or that a class, its parents and its methods set."""
         if not isinstance(part.node, ast.ClassDef):
             return set(part.module.bindings)
-        names = {name for name, _ in _bindings(part.node.body)} | set(_set_on_self(part.node))
+        names = set(_bound(part.node.body)) | set(_set_on_self(part.node))
         for parent in part.node.bases:
             found = self._within(part.module, ast.unparse(parent).split("[")[0].split("."))
             if found is not None:
@@ -169,8 +169,17 @@ class PackageSource:
         if isinstance(node, ast.ImportFrom):
             return self.find(".".join([module.origin(node, names[0]), *names[1:]]))
         for name in names[1:]:
-            node = dict(_bindings(node.body)).get(name) if isinstance(node, ast.ClassDef) else None
+            node = _bound(node.body).get(name) if isinstance(node, ast.ClassDef) else None
         return None if node is None else Part(module, node)
+
+
+def _bound(body: list[ast.stmt]) -> dict[str, ast.AST]:
+    """What each name is bound to: its definition, also where a later line wraps or remakes it."""
+    found: dict[str, ast.AST] = {}
+    for name, node in _bindings(body):
+        if isinstance(node, Definition) or not isinstance(found.get(name), Definition):
+            found[name] = node
+    return found
 
 
 def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
@@ -326,7 +335,7 @@ def _of_signature(
 def _parameters(node: Definition) -> list[str]:
     """Names of the parameters of a function or, of a class, those that it is made with."""
     if isinstance(node, ast.ClassDef):
-        made = dict(_bindings(node.body)).get("__init__")
+        made = _bound(node.body).get("__init__")
         if isinstance(made, FUNCTIONS):
             return _parameters(made)[1:]
         return [name for name, each in _bindings(node.body) if isinstance(each, ast.AnnAssign)]

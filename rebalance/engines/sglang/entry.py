@@ -117,6 +117,7 @@ ASSUMED = Assumptions(
 COMMAND = Assumptions(
     "sglang",
     RELEASES,
+    signatures={f"{SRT}.server_args.ServerArgs.add_cli_args": "parser"},
     attributes={
         f"{FIELDS}.exec_.ExecMoe": (
             "enable_eplb ep_num_redundant_experts ep_dispatch_algorithm moe_a2a_backend "

@@ -202,6 +202,9 @@ CONFORM = Assumptions(
             "old_layer_indices new_layer_indices expert_weights expert_weights_buffer ep_group "
             "communicator is_profile stream rank_mapping layer_idx ..."
         ),
+        f"{EXECUTE}.move_from_buffer": (
+            "expert_weights expert_weights_buffers transfer_metadata new_indices ep_rank"
+        ),
         f"{NVFP4}.convert_swizzled_to_linear": "a_sf_swizzled m k block_size",
     },
     attributes={

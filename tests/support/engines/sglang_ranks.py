@@ -189,8 +189,8 @@ def make_rank(
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
     expert_distribution.get_device = lambda: "cpu"
     shape = ModelConfigForExpertLocation(ALL_LAYERS, NUM_EXPERTS, None)
+    plugins.load_plugins()  # first: the plug-in refuses an engine whose functions were replaced
     ModelConfigForExpertLocation.from_model_config = staticmethod(lambda config: shape)
-    plugins.load_plugins()
     live = ExpertLocationMetadata.init_trivial(None, rank)
     expert_location.set_global_expert_location_metadata(live)
     recorder = expert_distribution.ExpertDistributionRecorder.init_new(live, rank)
