@@ -29,6 +29,7 @@ from pathlib import Path
 WAYS = ("shared", "alone", "mps", "sockets")
 FAST_MS = 8.0  # of an exchange: no other way is tried
 PROBE_S = 20.0
+MPS_S = 15.0
 MPS_FOLDER = Path("/tmp/eplb-served-mps")
 EXCHANGES = 60
 
@@ -73,24 +74,36 @@ def mps_environment() -> dict[str, str]:
 
 def start_mps() -> bool:
     """Start the daemon; whether it runs."""
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None:
-        return False
     for name in ("pipe", "log"):
         (MPS_FOLDER / name).mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **mps_environment()}
-    started = subprocess.run([control, "-d"], env=environment, capture_output=True, timeout=20)
-    return started.returncode == 0
+    return control_mps("-d", "") == 0
 
 
 def stop_mps() -> None:
     """End the daemon."""
+    control_mps("", "quit\n")
+    shutil.rmtree(MPS_FOLDER, ignore_errors=True)
+
+
+def control_mps(option: str, words: str) -> int:
+    """Status of the daemon's control; not 0 where there is none, or it does not answer."""
     control = shutil.which("nvidia-cuda-mps-control")
-    if control is not None:
-        environment = {**os.environ, **mps_environment()}
-        command = [control]
-        subprocess.run(command, input=b"quit\n", env=environment, capture_output=True, timeout=20)
-        shutil.rmtree(MPS_FOLDER, ignore_errors=True)
+    if control is None:
+        return 127
+    try:
+        # No pipes for its output: the daemon would keep them open.
+        return subprocess.run(
+            [control, *option.split()],
+            input=words.encode(),
+            env={**os.environ, **mps_environment()},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=MPS_S,
+            check=False,
+            start_new_session=True,
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return 124
 
 
 def free_port() -> int:
