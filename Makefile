@@ -5,11 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 ENGINES := vllm sglang
+# Releases with the same structure, beside those of tests/engines/ENGINE.txt.
+RELEASES := vllm==0.31.0 vllm==0.32.0 sglang==0.5.21 sglang==0.5.22
 
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke test-engines-served check bench scorecard clean
+.PHONY: demo test test-all test-slow test-gpu test-engines test-engines-smoke test-engines-releases newest-engines test-engines-served check bench scorecard clean
 
 demo: $(VENV)/.all
 	$(BIN)/eplb demo $(ARGS)
@@ -42,9 +44,21 @@ test-engines: $(ENGINES:%=.venv-%/packages.txt)
 		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
 	done
 
+# The same with each release that loads, in environments that share all packages but the engine.
+test-engines-releases: $(ENGINES:%=.venv-%/packages.txt)
+	for release in $(RELEASES); do \
+		engine=$${release%%==*}; number=$${release##*==}; \
+		tests/engines/environment.sh $$engine $$number || exit 1; \
+		.venv-$$engine-$$number/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
+	done
+
+# What of each engine's newest wheel the plug-in does not have: a report, which fails nothing.
+newest-engines: $(VENV)/.dev
+	$(BIN)/python -m tests.engines.newest
+
 # A part of them for CI, within four minutes: what another release of an engine would break first.
 test-engines-smoke: .venv-vllm/packages.txt
-	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py \
+	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py tests/engines/test_used_symbols.py \
 		tests/engines/vllm/test_conform.py tests/engines/vllm/test_guards.py tests/engines/vllm/test_groups.py $(ARGS)
 
 # vLLM's CPU build serves a tiny model with the plug-in; minutes.

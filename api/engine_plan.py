@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,14 @@ from eplb.measure import imbalance
 from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
 from simulations.inputs import busy_windows, model_of
-from telemetry.formats.bounded import file_digest
 from telemetry.formats.engines.sglang import MAP
 from telemetry.formats.table import (
     WriteOptions,
     placement_bytes,
     read_placement,
-    write_placement,
 )
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions
+from telemetry.written_files import file_digest, write_atomically
 
 # What each engine does by default; --dispatch names another one.
 RULES = {
@@ -119,8 +119,10 @@ def plan_for_engine(
         ConfigError: ranks, nodes, slots and model that do not fit the load.
         HistoryError: the load has no tokens.
     """
-    history, idle_notes = busy_windows(load.history, source, load.layers.ids)
+    history, idle_notes = busy_windows(load.history, source)
     load, notes = replace(load, history=history), [*load.notes, *idle_notes]
+    if load.num_ranks not in (None, group.ranks):
+        notes.append(f"recorded on {load.num_ranks} ranks, planned for {group.ranks}")
     topology, dispatch = group.topology(history.num_experts), rule or RULES[target]
     shape = _shape(load, model_of(model, history, source), expert_bytes)
     current, said = _serving(serving, load, topology)
@@ -164,11 +166,16 @@ def plan_for_engine(
                 "sglang_static or even"
             )
         file = _for_start(made, file, options)
-    notes += [*said, *write_placement(file, target, output, options)]
+    data, further = placement_bytes(file, target, options)
+    write_atomically(output, data)
+    notes += [*said, *further]
     # As the engine will read it: the format may have repaired or lost something.
     ids = load.layers.ids if load.layers.axis == "model" else None
     reading = ReadOptions(layer_ids=ids, num_experts=history.num_experts)
-    written = read_placement(str(output), reading, target).placement
+    with TemporaryDirectory() as folder:  # what was written may be a pipe
+        copy = Path(folder) / "placement"
+        write_atomically(copy, data)
+        written = read_placement(str(copy), reading, target).placement
     assert written.num_layers == made.target.num_layers, "the layers that were written"
 
     layers = load.layers
@@ -255,7 +262,7 @@ def _imbalances(
     ):
         served = Placement(held[rows], whole.num_experts, 0, share[rows].clip(0.0, 1.0))
         found[f"{name}, {'static' if is_static else 'dynamic'}"] = float(
-            imbalance(made.problem.work, served, topology).mean()
+            made.problem.mean_over_windows(imbalance(made.problem.work, served, topology)).mean()
         )
     return found
 
@@ -288,6 +295,11 @@ def _serving(
     if file is None:
         return None, ("no placement that serves is known: the plan is for a start of the engine",)
     found, notes = file.placement, tuple[str, ...]()
+    if file.num_ranks not in (None, topology.num_ranks):
+        return None, (
+            f"the placement that serves has {file.num_ranks} ranks, the plan {topology.num_ranks}: "
+            "planned fresh",
+        )
     slots, planned = (
         (found.num_slots, found.num_experts),
         (topology.num_slots, load.history.num_experts),

@@ -87,7 +87,7 @@ def start_map(
 def _exchanged(experts: IntArray, tokens: NDArray[np.int64], topology: Topology) -> IntArray:
     """[S] the row after exchanges that lower the imbalance of windows [T, E], if draws are even."""
     found, rank_of = experts.copy(), topology.rank_of_slot
-    weight = tokens / tokens.sum(axis=1, keepdims=True).clip(1)
+    weight = tokens / max(float(tokens.sum(axis=1).mean()), 1.0)  # windows weigh by their tokens
     slots_of = [set(np.flatnonzero(found == expert).tolist()) for expert in range(weight.shape[1])]
     parts = [np.outer(weight[:, one], _load(at, topology)) for one, at in enumerate(slots_of)]
     load = np.sum(parts, axis=0)  # [T, R]
@@ -151,9 +151,9 @@ def _set(draws: list[random.Random], states: list[tuple[object, ...]]) -> None:
 
 
 def _imbalance(tokens: NDArray[np.float64], topology: Topology) -> float:
-    """Busiest over mean rank, in the mean over windows, of tokens [T, S]."""
+    """Busiest over mean rank of tokens [T, S], in the mean over windows by their tokens."""
     load = np.add.reduceat(tokens, topology.first_slot[:-1], axis=1)
-    return float((load.max(axis=1) / load.mean(axis=1).clip(1e-9)).mean())
+    return float(load.max(axis=1).sum() / load.mean(axis=1).sum().clip(1e-9))
 
 
 def _row_shares(

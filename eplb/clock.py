@@ -33,3 +33,23 @@ class Deadline:
     def has_passed(self) -> bool:
         """Whether that moment is reached."""
         return self.clock() >= self.at
+
+
+UNITS = (  # seconds, and the name; the largest that a time reaches is shown
+    (31_557_600.0, "years"),
+    (86_400.0, "days"),
+    (3600.0, "h"),
+    (60.0, "min"),
+    (1.0, "s"),
+    (1e-3, "ms"),
+    (1e-6, "us"),
+)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time for people, with three figures and never an exponent: 2.87 s, 4 min."""
+    size = abs(seconds)
+    unit_s, name = next((unit for unit in UNITS if size >= unit[0]), (1.0, "s"))
+    figure = size / unit_s if size >= UNITS[-1][0] else 0.0
+    text = f"{figure:.3g}" if figure < 999.5 else f"{figure:,.0f}"
+    return f"{'-' * (seconds < 0 and figure > 0)}{text} {name}"

@@ -16,6 +16,7 @@ from eplb.core.placement import EMPTY, Placement, whole_shares
 from eplb.core.problem import Problem, scale
 from eplb.core.topology import Topology
 from eplb.core.zones import is_exact, replicate, zone_bound, zones_for
+from eplb.errors import ConfigError, HistoryError
 
 # Tokens as counted, or multiplied by each expert's cost per token.
 Load = NDArray[np.int64] | NDArray[np.float64]
@@ -40,12 +41,34 @@ def rank_load(tokens: Load, placement: Placement, topology: Topology) -> NDArray
 def _load_by_share(
     tokens: Load, placement: Placement, share: NDArray[np.float64], topology: Topology
 ) -> NDArray[np.float64]:
+    expected = (placement.num_layers, placement.num_experts)
+    if tokens.shape[-2:] != expected:
+        raise ConfigError(
+            f"load has shape {tokens.shape}, expected [..., {expected[0]} layers, {expected[1]} "
+            "experts] as the placement"
+        )
+    _check_slots(placement, topology)
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < np.inf):
+        wrong = ~((tokens >= 0) & (tokens < np.inf))
+        raise HistoryError(
+            f"load has {tokens.flat[wrong.argmax()]} tokens of an expert, expected finite numbers, "
+            "0 or more"
+        )
     layers = np.ascontiguousarray(tokens, dtype=np.float64).reshape(-1, *tokens.shape[-2:])
     layers.flags.writeable = False  # a view: the kernel is compiled once, for read-only arrays
     share.flags.writeable = False
     load = _rank_load(layers, placement.slot_to_expert, share, topology.first_slot)
     by_rank: NDArray[np.float64] = load.reshape(*tokens.shape[:-1], topology.num_ranks)
     return by_rank
+
+
+def _check_slots(placement: Placement, topology: Topology) -> None:
+    """Refuse a placement of other slots: a kernel would read behind its arrays."""
+    if placement.num_slots != topology.num_slots:
+        raise ConfigError(
+            f"the placement has {placement.num_slots} slots a layer, the topology has "
+            f"{topology.num_slots}"
+        )
 
 
 @kernel
@@ -83,6 +106,7 @@ def live_shares(
 
     Live replicas take over the shares of dead ones, in proportion to their own shares.
     """
+    _check_slots(placement, topology)
     alive, held = topology.alive[topology.rank_of_slot], placement.slot_to_expert
     if not (held[:, ~alive] != EMPTY).any():
         return placement.slot_share, np.zeros((len(held), placement.num_experts), dtype=np.bool_)
@@ -163,9 +187,10 @@ def bound_of(problem: Problem) -> FloatArray:
     topology = problem.topology
     if problem.objective == "time":
         return _time_bound(problem)
-    busy = (problem.scaled > 0).any(axis=2).mean(axis=1)  # [L]
+    is_busy = (problem.routed > 0).astype(np.float64)  # [T, L]
+    busy = problem.mean_over_windows(is_busy)
     stay = problem.groups_stay and is_exact(problem.num_groups, topology.num_nodes)
-    mean = problem.scaled.mean(axis=1)
+    mean = problem.mean_scaled
     zones = zones_for(mean, topology, problem.num_groups if stay else 1, problem.room)
     # In units of the mean rank load over busy windows.
     while_busy = mean / np.maximum(busy, 1e-300)[:, None]
@@ -235,9 +260,8 @@ def _time_bound(problem: Problem) -> FloatArray:
         rate, extra = demand.rate[:, window], demand.extra[:, window]
         everything = (tokens * cheapest[:, :, window]).sum(axis=1) * rate + extra * num_ranks
         time = np.maximum((largest * rate + extra) / fastest, everything / together)
-        bound += np.where(rate > 0, time, 1.0)
-    mean: FloatArray = bound / num_windows
-    return mean
+        bound += np.where(rate > 0, time, 1.0) * demand.weight[window]
+    return bound
 
 
 def _cheapest_token(demand: Demand) -> FloatArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,17 +9,16 @@ import numpy as np
 
 from eplb.core.kernels import Kernel, kernel_for
 from eplb.core.load import LoadHistory
-from eplb.core.model import PRESETS, ModelShape, preset, spans
+from eplb.core.model import PRESETS, ModelShape
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, HistoryError, counted
+from simulations.batches import batched_windows, read_requests
 from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, WindowSeries, of_history
 from simulations.workloads import PREFIX, windows_named
+from telemetry.formats.intake import order_of
+from telemetry.formats.model_config import model_by_name
 from telemetry.formats.routing import (
-    Layout,
-    batched_windows,
-    load_trace,
-    read_requests,
     read_vllm_requests,
     unread_keys,
     window_of,
@@ -34,8 +32,8 @@ def windows_of(
     options: ReadOptions,
     seed: int,
     model: ModelShape | None = None,
-    layout: Layout | None = None,
     batch: int | None = None,
+    name: str | None = None,
 ) -> WindowSeries:
     """The windows of a trace, a dump or a store, or generated ones.
 
@@ -43,33 +41,27 @@ def windows_of(
         trace: see docs/engines.md, or ``generated:NAME:key=value,...``.
         model: gives the shape of generated windows where ``trace`` does not.
         batch: recorded requests that run at once.
+        name: of the format; None: detected.
 
     Raises:
         ConfigError: options that the source does not take.
         HistoryError: a file that cannot be read.
     """
     if trace.startswith(PREFIX):
-        if (options.window_tokens, options.num_experts, layout, batch) != (None,) * 4:
+        of_files = replace(options, max_windows=1, deployment="", num_hidden=None)
+        if of_files != ReadOptions(max_windows=1, deployment="") or (batch, name) != (None, None):
             raise ConfigError(
-                "--window-tokens, --experts, --layout and --batch are for trace files, "
-                f"expected {PREFIX}NAME:key=value"
+                "--window-tokens, --experts, --layer-ids, --first-moe-layer, --num-layers, "
+                "--top-k, --layout, --batch, --format and --strict are for trace files, expected "
+                f"{PREFIX}NAME:key=value"
             )
         return windows_named(trace, seed, model)
     if batch is not None:
-        return _batched(Path(trace), options, layout, batch)
-    if Path(trace).suffix == ".npz":
-        history = load_trace(
-            Path(trace),
-            window_tokens=options.window_tokens,
-            num_experts=options.num_experts,
-            layout=layout,
-        )
-        windows = _recorded(history, trace)
-        return replace(windows, notes=(*windows.notes, *unread_keys(Path(trace))))
-    found = read_load(trace, options)
+        return _batched(Path(trace), options, batch)
+    found = read_load(trace, options, name)
     recorded_on = RecordedDeployment(found.shape, found.num_ranks, found.num_nodes, found.window_s)
-    windows = _recorded(found.history, trace, found.layers.ids)
-    return replace(windows, deployment=recorded_on)
+    busy, notes = busy_windows(found.history, trace)
+    return replace(of_history(busy), notes=(*found.notes, *notes), deployment=recorded_on)
 
 
 def check_steps(windows: WindowSeries, trace: str, steps: int | None) -> None:
@@ -85,30 +77,20 @@ def check_steps(windows: WindowSeries, trace: str, steps: int | None) -> None:
         )
 
 
-def _recorded(
-    history: LoadHistory, trace: str, layer_ids: Sequence[int] | None = None
-) -> WindowSeries:
-    busy, notes = busy_windows(history, trace, layer_ids or range(history.num_layers))
-    return replace(of_history(busy), notes=notes)
-
-
-def busy_windows(
-    history: LoadHistory, source: str, layer_ids: Sequence[int]
-) -> tuple[LoadHistory, tuple[str, ...]]:
-    """The windows with tokens, and notes on windows and layers without any.
+def busy_windows(history: LoadHistory, source: str) -> tuple[LoadHistory, tuple[str, ...]]:
+    """The windows with tokens, and a note on those without any.
 
     An idle window has imbalance 1.0 under every placement, so it would hide that of the others.
 
     Args:
         history: windows of a recording.
         source: its name, for the refusal.
-        layer_ids: [L] numbers of its layers.
 
     Raises:
         HistoryError: no window has tokens.
     """
     routed = history.tokens.sum(axis=2)  # [T, L]
-    busy, served = routed.any(axis=1), routed.any(axis=0)
+    busy = routed.any(axis=1)
     total = counted(history.num_windows, "window")
     if not busy.any():
         raise HistoryError(
@@ -120,18 +102,18 @@ def busy_windows(
         num_idle = int(np.count_nonzero(~busy))
         notes.append(f"{num_idle} of {total} have no tokens and are left out")
         history = history.of_windows(np.flatnonzero(busy))
-    if not served.all():
-        idle = spans([layer_ids[row] for row in np.flatnonzero(~served).tolist()])
-        notes.append(f"layers {idle} have no tokens in any window: their imbalance counts as 1.0")
     return history, tuple(notes)
 
 
-def _batched(path: Path, options: ReadOptions, layout: Layout | None, batch: int) -> WindowSeries:
+def _batched(path: Path, options: ReadOptions, batch: int) -> WindowSeries:
     """Steps of a batch of the requests of a file, or of a folder of vLLM's, a file each."""
     if path.is_dir():
-        ids, lengths = read_vllm_requests(path)
+        paths = sorted(path.glob("*.npy"), key=order_of)
+        if not paths:
+            raise HistoryError(f"{path} has no .npy files, expected one for each request")
+        ids, lengths = read_vllm_requests(paths)
     else:
-        ids, lengths = read_requests(path, layout=layout)
+        ids, lengths = read_requests(path, layout=options.layout)
     tokens = options.window_tokens or window_of(ids.shape[1])
     windows = of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
     return windows if path.is_dir() else replace(windows, notes=unread_keys(path))
@@ -177,7 +159,7 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
         ConfigError: no known model has this shape, or several have.
     """
     if name is not None:
-        return preset(name), f"{name}, as asked for"
+        return model_by_name(name), f"{name}, as asked for"
     shape = f"{windows.num_layers} MoE layers x {windows.num_experts} experts"
     if (described := windows.deployment.model) is not None:
         return described, f"{shape}, as the store describes it"
@@ -190,7 +172,8 @@ def model_named(name: str | None, windows: WindowSeries) -> tuple[ModelShape, st
     if len({id(one) for one in alike.values()}) != 1:
         raise ConfigError(
             f"the load has {shape}, which {'several' if alike else 'no'} known models have, "
-            f"expected --model with one of: {', '.join(sorted(alike or PRESETS))}"
+            "expected --model with the model's config.json, or one of: "
+            f"{', '.join(sorted(alike or PRESETS))}"
         )
     found = next(iter(alike))
     return alike[found], f"{found}, the known model of {shape}"

@@ -41,7 +41,9 @@ from simulations.inputs import even_topology
 from simulations.migration_cost import MigrationCost
 from simulations.replay import Replay, Scenario, labelled, replay_all
 from simulations.report import TextTable
+from simulations.schemes import PlanTerms
 from simulations.step_time import Hardware, StepModel
+from simulations.verdict import Judge, Verdict
 from simulations.windows import WindowSeries
 
 
@@ -531,6 +533,26 @@ def recommend(question: Question) -> Recommendation:
     once = {(one.group, one.slots_per_rank): one for one in unfit}
     ordered = tuple(_sorted(question, found))
     return Recommendation(question, ordered, tuple(once.values()), _batches(question, ordered[0]))
+
+
+def verdict_of(question: Question, best: Candidate) -> Verdict:
+    """Whether balancing is worth enabling on a candidate's ranks, by the imbalance alone."""
+
+    def terms(redundant: int) -> PlanTerms:
+        return PlanTerms(
+            even_topology(
+                best.ranks, question.ranks_per_node, redundant, question.windows.num_experts
+            ),
+            question.memory.model,
+            cost=CostModel(question.pay_back_s),
+            seed=question.seed,
+            dispatch=question.dispatch,
+        )
+
+    judge = Judge(terms(0), terms(max(best.redundant, 1)))
+    for tokens in question.windows:
+        judge.add(tokens)
+    return judge.verdict
 
 
 def _sorted(question: Question, found: Sequence[Candidate]) -> list[Candidate]:

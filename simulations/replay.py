@@ -48,7 +48,7 @@ from simulations.schemes import (
     by_rank,
 )
 from simulations.step_time import StepModel
-from simulations.windows import LatestWindows, Tokens, WindowSeries, of_history
+from simulations.windows import LatestWindows, Tokens, WindowSeries, mean_by_tokens, of_history
 
 UNBALANCED = ("none", "contiguous")
 IN_ORDER = "in-order"
@@ -213,9 +213,8 @@ class Replay:
 
     @property
     def mean(self) -> float:
-        """Over the windows that have tokens."""
-        busy = self.per_window[~self.idle]
-        return float(busy.mean()) if busy.size else 1.0
+        """Over the windows, each by its tokens, as it costs time."""
+        return mean_by_tokens(self.per_window, self.tokens)
 
     @property
     def placements(self) -> list[Placement]:

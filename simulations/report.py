@@ -64,7 +64,7 @@ def _figures(scenario: Scenario, replay: Replay) -> dict[str, Any]:
         "oracle": replay.is_oracle,
         "failed": replay.failed,
         "objective": replay.objective,
-        "imbalance_mean": float(series.mean()),
+        "imbalance_mean": replay.mean,
         "imbalance_p95": percentile(series, 95),
         "imbalance_p99": percentile(series, 99),
         "imbalance_max_layer": float(replay.imbalance.max()),
@@ -180,7 +180,8 @@ def comparison_table(result: dict[str, Any]) -> TextTable:
         f"alone makes {result['noise_floor']:.3f}"
     )
     caption = (
-        "mean, p95: imbalance over windows; worst: one layer in one window; plans: that moved, of "
+        "mean, p95: imbalance over windows, the mean by tokens; worst: one layer in one window; "
+        "plans: that moved, of "
         "those made; experts: moved in all; ms: median time of a plan; tok/s: of a rank. "
         "An oracle looks at the window that it serves: a limit, not a competitor"
     )

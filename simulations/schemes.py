@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from eplb.core.cost import CostModel, Decision, Objective
 from eplb.core.dispatch import DispatchRule, effective_shares
-from eplb.core.load import LoadHistory
+from eplb.core.load import LoadHistory, num_full_blocks
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement, changed_slots
 from eplb.core.problem import Budget, Problem, Record
@@ -114,9 +114,10 @@ class Course:
 
     def _judge(self, window: int, seen: LoadHistory) -> None:
         """Hold the latest plan to its promise once enough windows came under it."""
-        if self._promise is None or window - self._since < ENOUGH:
-            return
         terms, came = self._terms, seen.latest(window - self._since)
+        tokens = seen.tokens.sum(axis=(1, 2))
+        if self._promise is None or num_full_blocks(tokens, came.num_windows) < ENOUGH:
+            return
         judged = Problem(came, terms.topology, terms.model, cost=terms.cost)
         given = realised(judged, self._promise)
         self._record = self._record.with_plan(self._promise.gain, given)

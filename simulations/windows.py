@@ -88,6 +88,11 @@ def of_history(history: LoadHistory) -> WindowSeries:
     )
 
 
+def mean_by_tokens(imbalance: NDArray[np.float64], tokens: NDArray[np.number]) -> float:
+    """Mean of windows [T], each by its tokens, as its imbalance costs time; 1.0 without any."""
+    return float(np.average(imbalance, weights=tokens)) if tokens.any() else 1.0
+
+
 class LatestWindows:
     """The latest windows, as many as any plan looks at.
 

@@ -6,6 +6,9 @@ Each line has the hash of the one before it, so a line that was changed, removed
 the chain. Lines that were cut off at the end break nothing: compare the number and hash of the last
 line with a copy that is kept elsewhere (``eplb audit --verify`` prints both).
 
+A crash of the host may leave a part of a line at the end. Readers leave it out. The next change
+moves it to a file beside the audit, and a line of the audit says so.
+
 A change is written before it is done, and its outcome after it: a disk that is full refuses the
 change, and not its record. A pause alone is done all the same. Lines that the file cannot take are
 kept in the store, and follow once the file can be written (``AuditLines``).
@@ -101,6 +104,8 @@ class Audit:
     def append(self, entry: AuditEntry) -> AuditEntry:
         """Add a line, and return once it is on the disk.
 
+        A part of a line at the end of the file, which a crash has left, is moved away first.
+
         Raises:
             AuditError: it cannot be written; nothing was added.
         """
@@ -114,13 +119,16 @@ class Audit:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a+b", opener=private) as file:
                 flock(file, LOCK_EX)
+                repair = self._move_partial_line(file.fileno(), entry)
                 last, end = self._last(file.fileno())
-                sealed = entry.sealed(
-                    1 if last is None else last.number + 1, START if last is None else last.hash
-                )
-                line = json.dumps(asdict(sealed), separators=(",", ":")).encode() + b"\n"
+                lines = b""
+                for further in (entry,) if repair is None else (repair, entry):
+                    last = further.sealed(
+                        1 if last is None else last.number + 1, START if last is None else last.hash
+                    )
+                    lines += json.dumps(asdict(last), separators=(",", ":")).encode() + b"\n"
                 try:
-                    file.write(line)
+                    file.write(lines)
                     file.flush()
                     os.fsync(file.fileno())
                 except OSError:
@@ -128,7 +136,8 @@ class Audit:
                     raise
         except OSError as exc:
             raise AuditError(f"the audit {self.path} cannot be written: {exc}") from exc
-        return sealed
+        assert last is not None, "a line was added"
+        return last
 
     def _last(self, descriptor: int) -> tuple[AuditEntry | None, int]:
         """The last line, and where the file ends."""
@@ -136,6 +145,42 @@ class Audit:
         start = max(0, size - 2 * MOST_BYTES)
         tail = os.pread(descriptor, size - start, start).rstrip(b"\n").rpartition(b"\n")[2]
         return (_entry(tail, "last line") if tail else None), size
+
+    def _move_partial_line(self, descriptor: int, cause: AuditEntry) -> AuditEntry | None:
+        """Move what follows the last whole line to a file beside the audit.
+
+        Args:
+            descriptor: of the audit, locked.
+            cause: the entry that is added next; its time and deployment are those of the repair.
+
+        Returns:
+            The entry that says so; None: the file ends with a whole line.
+        """
+        size = os.fstat(descriptor).st_size
+        start = max(0, size - 2 * MOST_BYTES)
+        tail = os.pread(descriptor, size - start, start)
+        partial = tail[tail.rfind(b"\n") + 1 :]
+        if not partial:
+            return None
+        aside = self.path.with_name(f"{self.path.name}.partial-{uuid.uuid4().hex[:8]}")
+        with open(aside, "xb", opener=private) as file:
+            file.write(partial)
+            file.flush()
+            os.fsync(file.fileno())
+        os.truncate(descriptor, size - len(partial))
+        text = f"a crash left {len(partial)} bytes of a line; they are in {aside.name}"
+        log.error("the audit %s: %s", self.path, text)
+        return replace(
+            cause,
+            actor=local_actor(),
+            role=Role.ADMIN.label,
+            address="local",
+            request=uuid.uuid4().hex,
+            action="audit repaired",
+            reason=text,
+            outcome="done",
+            detail="",
+        )
 
     def entries(self) -> Iterator[AuditEntry]:
         """Give the lines, oldest first.
@@ -147,6 +192,8 @@ class Audit:
             with self.path.open("rb") as file:
                 flock(file, LOCK_SH)
                 for number, line in enumerate(file, start=1):
+                    if not line.endswith(b"\n"):
+                        return  # a crash has left a part of a line
                     yield _entry(line, f"line {number}")
         except FileNotFoundError:
             return
@@ -168,7 +215,8 @@ class Audit:
                 if not os.fstat(file.fileno()).st_size:  # which cannot be mapped
                     return []
                 with mmap(file.fileno(), 0, access=ACCESS_READ) as text:
-                    end = len(text) if before is None else _start_of(text, before)
+                    whole = text.rfind(b"\n") + 1  # a crash may have left a part of a line
+                    end = whole if before is None else _start_of(text, before, whole)
                     while end and len(found) < limit:
                         start = text.rfind(b"\n", 0, end - 1) + 1
                         found.append(_entry(text[start:end], f"line at byte {start}"))
@@ -270,13 +318,12 @@ def noting(state_dir: Path, deployment: str, action: str, reason: str) -> Iterat
         audit.append(replace(entry, time=time.time(), outcome=outcome))
 
 
-def _start_of(text: mmap, number: int) -> int:
+def _start_of(text: mmap, number: int, size: int) -> int:
     """Where the first line with that number or a greater one begins: numbers only grow."""
-    low, high = 0, len(text)
+    low, high = 0, size
     while low < high:
         middle = (low + high) // 2
-        start, last = text.rfind(b"\n", 0, middle) + 1, text.find(b"\n", middle)
-        end = len(text) if last < 0 else last + 1
+        start, end = text.rfind(b"\n", 0, middle) + 1, text.find(b"\n", middle) + 1
         if _entry(text[start:end], f"line at byte {start}").number >= number:
             high = start
         else:

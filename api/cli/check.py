@@ -141,9 +141,10 @@ def conform(
     moves: Annotated[int, typer.Option(min=1, max=100, help="Forced moves in a row.")] = 3,
     seed: Seed = 0,
 ) -> None:
-    """Prove that an engine moves experts without changing one, on its own layers in this process.
+    """Prove that an engine moves experts without changing one, with its own layers and kernels.
 
-    Exit status 0: all layers are proved; 1: some are not; 2: the engine cannot be imported.
+    It needs the engine and a CUDA device, which the ranks may share. Exit status 0: all layers are
+    proved; 1: some are not; 2: there is no device, or the engine cannot be imported.
     """
     # Imported here: it needs torch.
     from rebalance.engines.common.conform import report, verdicts_of

@@ -120,10 +120,17 @@ def named_settings(pairs: list[str], flag: str = "--setting") -> dict[str, Any]:
     """Read NAME=VALUE pairs; the settings check names and values.
 
     Raises:
-        ConfigError: a pair without "=".
+        ConfigError: a pair without "=", or two pairs with one name.
     """
-    split = [pair.partition("=") for pair in pairs]
-    for name, equals, _ in split:
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"{flag} is {name!r}, expected NAME=VALUE")
-    return {name.replace("-", "_"): value for name, _, value in split}
+        key = name.replace("-", "_")
+        if key in values:
+            raise ConfigError(
+                f"{flag} {key} is given twice, as {values[key]!r} and {value!r}, expected once"
+            )
+        values[key] = value
+    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +11,7 @@ import typer
 
 from api.cli.options import (
     AsJson,
+    FileOptions,
     HiddenLayers,
     LayerOptions,
     Output,
@@ -23,7 +24,6 @@ from api.cli.options import (
 from api.engine_plan import PlannedGroup, lines_of, plan_for_engine
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
-from telemetry.formats.bounded import file_digest
 from telemetry.formats.checks import TARGETS, TargetDeployment, findings
 from telemetry.formats.table import (
     WriteOptions,
@@ -34,6 +34,7 @@ from telemetry.formats.table import (
     write_placement,
 )
 from telemetry.formats.types import LoadFile
+from telemetry.written_files import file_digest
 
 WRONG = 1  # exit status: the engine would refuse the placement
 
@@ -51,6 +52,7 @@ def plan(
     target: Annotated[Engine, typer.Option(help="The engine that loads the placement.")],
     output: Output,
     layers: LayerOptions,
+    stated: FileOptions,
     routing: RoutingOptions,
     nodes: Annotated[int, typer.Option(min=1, max=65_536, help="Nodes of the ranks.")] = 1,
     redundant: Annotated[
@@ -76,15 +78,19 @@ def plan(
     json_output: AsJson = False,
 ) -> None:
     """Plan a placement for a dump of load, judge it under the engine's rule, and write its file."""
-    options = layers.reading(max_windows=windows, **vars(routing))
-    load = read_load(dump, options, layers.input_format)
+    shape = layers.shape()
+    options = stated.reading(
+        layers.model, shape, max_windows=windows, num_hidden=hidden_layers, **vars(routing)
+    )
+    load = read_load(dump, options, stated.input_format)
+    options = replace(
+        options,
+        num_experts=load.history.num_experts,
+        window_tokens=None,
+        num_layers=None,
+        top_k=None,
+    )
     serving = read_placement(current, options) if current else load.current
-    num_experts = load.history.num_experts
-    if serving is not None and (found := serving.placement.num_experts) != num_experts:
-        raise ConfigError(
-            f"{current} is a placement of {found} experts, {dump} load of {num_experts}: expected "
-            "the placement that serves this model"
-        )
     report = plan_for_engine(
         load,
         serving,
@@ -93,7 +99,7 @@ def plan(
         output,
         rule=None if dispatch is None else DispatchRule(dispatch.value),
         policy=policy,
-        model=layers.shape(),
+        model=shape,
         expert_bytes=expert_bytes,
         seed=seed,
         num_hidden=hidden_layers,
@@ -111,6 +117,7 @@ def convert(
     ],
     output: Output,
     layers: LayerOptions,
+    stated: FileOptions,
     routing: RoutingOptions,
     ranks: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Expert-parallel ranks.")
@@ -122,8 +129,16 @@ def convert(
     json_output: AsJson = False,
 ) -> None:
     """Convert a placement, or load, to another format; what is repaired or lost is printed."""
-    options = layers.reading(max_windows=windows, num_redundant=redundant, **vars(routing))
-    found = read(source, options, layers.input_format)
+    options = stated.reading(
+        layers.model,
+        layers.shape(),
+        max_windows=windows,
+        num_redundant=redundant,
+        num_ranks=ranks,
+        num_hidden=hidden_layers,
+        **vars(routing),
+    )
+    found = read(source, options, stated.input_format)
     serving = read_placement(current, options) if current else None
     given = WriteOptions(ranks, hidden_layers, serving, provenance={"source": Path(source).name})
     if isinstance(found, LoadFile) and to in TARGETS:
@@ -145,6 +160,7 @@ def validate(
     file: Annotated[str, typer.Argument(help="A placement, of any format.")],
     target: Annotated[Engine, typer.Option(help="The engine that loads it.")],
     layers: LayerOptions,
+    stated: FileOptions,
     ranks: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Expert-parallel ranks.")
     ] = None,
@@ -159,8 +175,13 @@ def validate(
     A warning is what the engine would change without reporting it, or what could not be checked.
     """
     shape = layers.shape()
-    options = layers.reading(num_redundant=redundant if layers.experts is None else None)
-    found = read_placement(file, options, layers.input_format)
+    options = stated.reading(
+        layers.model,
+        shape,
+        num_experts=stated.experts,
+        num_redundant=redundant if stated.experts is None else None,
+    )
+    found = read_placement(file, options, stated.input_format)
     deployment = TargetDeployment(
         ranks, nodes, redundant, shape, shape.expert_bytes if shape else 0
     )
@@ -172,6 +193,7 @@ def validate(
         "layers": found.layers.ids,
         "slots": placement.num_slots,
         "experts": placement.num_experts,
+        "notes": found.notes,
         "findings": [asdict(one) for one in wrong],
         "is_accepted": not is_refused,
     }
@@ -179,6 +201,7 @@ def validate(
         f"{counted(placement.num_layers, 'layer')} x {placement.num_slots} slots for "
         f"{placement.num_experts} experts, layers {found.layers.ids[0]}..{found.layers.ids[-1]} "
         f"({found.layers.axis})",
+        *(f"note: {note}" for note in found.notes),
         *(f"{'error' if one.is_error else 'warning'} {one.code}: {one.text}" for one in wrong),
         *([] if is_refused else [f"{reader} accepts it"]),
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from inspect import Parameter
@@ -62,8 +61,10 @@ class ReportOptions:
         path = self.output
         if path is not None and path.suffix not in ("", ".json"):
             raise ConfigError(f"--output {path}: JSON is written, expected a name like x.json")
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise ConfigError(f"--output {path} cannot be written, expected a file in a folder")
+        if path is not None:
+            from telemetry.written_files import check_writable
+
+            check_writable(path, "--output")
 
     def give(self, report: Any, show: Callable[[], object]) -> None:
         """Write the file if it is asked for, and print JSON, or what ``show`` prints.
@@ -93,7 +94,7 @@ def write_json(path: Path, report: Any) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    from telemetry.formats.bounded import write_atomically
+    from telemetry.written_files import write_atomically
 
     write_atomically(path, f"{json.dumps(report, indent=1)}\n".encode())
 
@@ -130,14 +131,31 @@ def _option(field: Field[Any], group: type) -> Parameter:
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What the options of a command tell about the layers and experts of a file."""
+    """The model of a file."""
 
     model: Annotated[
         str | None,
         typer.Option(
-            help="A known model: its MoE layers, bytes and expert groups, which stay on nodes."
+            help="A known model, or a config.json: MoE layers, bytes, expert groups, which stay on "
+            "nodes."
         ),
     ] = None
+
+    def shape(self) -> Any:
+        """Return the known model (``ModelShape``); None: none is named.
+
+        Raises:
+            ConfigError: the model is not known, or its file lacks a figure.
+        """
+        from telemetry.formats.model_config import model_by_name
+
+        return model_by_name(self.model) if self.model else None
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """What the options of a command state about a file: each is compared with what is in it."""
+
     layer_ids: Annotated[str | None, typer.Option(help="Numbers of the MoE layers, as 3-60.")] = (
         None
     )
@@ -151,30 +169,35 @@ class LayerOptions:
     input_format: Annotated[
         str | None, typer.Option("--format", help="Format of the input, if its name is no help.")
     ] = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse recordings that are not cut alike.")
+    ] = False
 
-    def shape(self) -> Any:
-        """Return the known model (``ModelShape``); None: none is named.
+    def reading(self, model: str | None, shape: Any, **others: Any) -> Any:
+        """Return how a file is read (``ReadOptions``); a model states its layers and experts.
 
-        Raises:
-            ConfigError: the model is not known.
-        """
-        from eplb.core.model import preset
-
-        return preset(self.model) if self.model else None
-
-    def reading(self, **others: Any) -> Any:
-        """Return how a file is read (``ReadOptions``); a known model states its MoE layers.
+        Args:
+            model: its name; None: none is named.
+            shape: of that model.
+            others: further statements.
 
         Raises:
-            ConfigError: the model is not known, or the layers cannot be read.
+            ConfigError: the layers cannot be read, or experts that the model does not have.
         """
         from telemetry.formats.types import ReadOptions, parse_layer_ids
 
-        shape = self.shape()
         ids = parse_layer_ids(self.layer_ids) if self.layer_ids is not None else None
-        if ids is None and self.first_moe_layer is None and shape is not None:
-            ids, others["model"] = shape.layer_ids, self.model
-        return ReadOptions(ids, self.first_moe_layer, **{"num_experts": self.experts, **others})
+        experts = self.experts
+        if shape is not None:
+            if experts not in (None, shape.num_experts):
+                raise ConfigError(
+                    f"--experts {experts}, expected {shape.num_experts} as --model {model} has"
+                )
+            experts = shape.num_experts
+            if ids is None and self.first_moe_layer is None:
+                ids, others["model"] = shape.layer_ids, model
+        stated = {"num_experts": experts, "strict": self.strict, **others}
+        return ReadOptions(ids, self.first_moe_layer, **stated)
 
 
 @dataclass(frozen=True)
@@ -183,7 +206,11 @@ class RoutingOptions:
 
     window_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=1_000_000_000, help="Tokens in a window of routing."),
+        typer.Option(
+            min=1,
+            max=1_000_000_000,
+            help="Tokens in a window of routing; 4096, or fewer for 24 windows, if not given.",
+        ),
     ] = None
     num_layers: Annotated[
         int | None, typer.Option(min=1, max=65_536, help="Layers of raw routing.")

@@ -27,6 +27,7 @@ import typer
 
 from api.cli.engine_files import Engine, Rule
 from api.cli.options import (
+    FileOptions,
     LayerOptions,
     Redundant,
     ReportOptions,
@@ -78,7 +79,10 @@ class EngineRecorder:
             raise ConfigError(f"{url}: {exc}, expected http://HOST:PORT") from exc
         if parts.scheme not in ("http", "https") or not host:
             raise ConfigError(f"{url} is no HTTP address, expected http://HOST:PORT")
-        self._url, self._host, self._port = url, host, port
+        if parts.query or parts.fragment:
+            raise ConfigError(f"{url} has a query or a fragment, expected http://HOST:PORT/PATH")
+        self._path = parts.path.rstrip("/")  # of a proxy in front of several engines
+        self._url, self._host, self._port = url.rstrip("/"), host, port
         self._is_tls = parts.scheme == "https"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -136,7 +140,7 @@ class EngineRecorder:
         kind: Any = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         try:
             with closing(kind(self._host, self._port, timeout=TIMEOUT_S)) as connection:
-                connection.request(method, path, headers=self._headers)
+                connection.request(method, self._path + path, headers=self._headers)
                 answer = connection.getresponse()
                 body: bytes = answer.read(MOST_BYTES)
         except (OSError, http.client.HTTPException) as exc:
@@ -248,6 +252,7 @@ def shadow(
     ],
     engine: Annotated[Engine, typer.Option(help="The engine; names its dispatch rule.")],
     layers: LayerOptions,
+    stated: FileOptions,
     routing: RoutingOptions,
     given: ReportOptions,
     ranks: Annotated[
@@ -310,18 +315,21 @@ def shadow(
     Nothing is written to the engine or its store. Each window is judged before it is planned on.
     """
     policy_named(policy)
-    reading = layers.reading(
+    named = layers.shape()
+    reading = stated.reading(
+        layers.model,
+        named,
         max_windows=windows_per_file,
-        num_redundant=redundant if layers.experts is None else None,
+        num_redundant=redundant,
         **vars(routing),
     )
-    source = open_source(places, SourceOptions(reading, layers.input_format, window_steps, ranks))
+    source = open_source(places, SourceOptions(reading, stated.input_format, window_steps, ranks))
     recorder = _recorder(record_url, record_key_file)
     is_watching = watch or watch_seconds is not None
     if recorder is not None and not is_watching:
         raise ConfigError("--record-url asks for dumps while watching, expected --watch or --for")
     topology, told = _system_of(source, ranks, nodes)
-    shape = layers.shape() or told
+    shape = named or told
     if shape is not None and expert_bytes:
         shape = replace(shape, expert_bytes=expert_bytes)
     terms = PlanTerms(

@@ -66,16 +66,7 @@ def _of_checkpoint(settings: ModelSettings, given: dict[str, int]) -> ModelShape
     assert folder is not None, "asked about a checkpoint"
     if not folder.is_dir():
         raise CheckpointError(f"model.checkpoint {folder} is no folder, expected one")
-    config = read_config(folder)
-    found = ModelShape(
-        config.moe_layers,
-        config.num_experts,
-        min(config.top_k, config.num_experts),
-        config.hidden,
-        config.intermediate,
-        config.num_shared,
-        config.num_groups,
-    )
+    found = read_config(folder).figures.shape()
     read = (found.num_layers, found.num_experts, found.top_k, found.hidden, found.intermediate)
     for (name, value), expected in zip(given.items(), read, strict=True):
         if value not in (0, expected):

@@ -110,6 +110,8 @@ def _health(seen: Reading) -> Iterator[Metric]:
     yield _gauge("ranks_silent", silent_help, len({*state.silent_ranks} - ended))
     uncounted_help = "Ranks whose counters stay at zero while those of others grow."
     yield _gauge("ranks_uncounted", uncounted_help, len(state.uncounted_ranks))
+    engine_help = "1 while an engine's own balancer plans in place of its plug-in."
+    yield _gauge("engine_plans", engine_help, bool(state.engine_plans))
     age_help = "Longest time without progress of a step or of a busy thread on any rank."
     yield _gauge("progress_age_seconds", age_help, state.progress_age_s)
     alive = sum(view.is_alive for view in state.ranks)

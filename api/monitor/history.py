@@ -84,9 +84,11 @@ class History:
     def age(self, now: float) -> None:
         """Fold windows of more than an hour ago into minutes; remove what is over a day old."""
         old = [key for key, point in self._recent.items() if point.time < now - RECENT_S]
-        old += list(self._recent)[: max(0, len(self._recent) - len(old) - KEPT_RECENT)]
+        young = self._recent.keys() - set(old)
+        most = [key for key in self._recent if key in young]
+        old += most[: max(0, len(most) - KEPT_RECENT)]
         folded: defaultdict[float, list[HistoryPoint]] = defaultdict(list)
-        for key in dict.fromkeys(old):
+        for key in old:
             point = self._recent.pop(key)
             folded[_minute(point.time)].append(point)
         for start, points in folded.items():

@@ -68,7 +68,7 @@ from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
 from telemetry.state.clock import StoreClock
-from telemetry.state.events import COMPILE, Event, PlanEnd, pace_change, plan_end
+from telemetry.state.events import COMPILE, ENGINE_PLANS, Event, PlanEnd, pace_change, plan_end
 from telemetry.state.holder import shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
@@ -140,6 +140,7 @@ class Monitor:
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
         self._compile: Event | None = None  # the latest of its kind
+        self._engine_plans = ""  # why an engine's own balancer plans, by the latest event
         self._is_read = self._has_proposals = False  # _has_proposals: new since the last read
         self._has_failed, self._answers_since = False, -inf  # when the store answered again
         self._proposals: list[Proposal] = []
@@ -277,6 +278,9 @@ class Monitor:
         self._has_proposals |= event.kind in OF_PROPOSALS
         if event.kind == "run":  # marks are placed by steps, and those of another run are others
             self._commits.clear()
+            self._engine_plans = ""
+        elif event.kind == ENGINE_PLANS:
+            self._engine_plans = str(event.detail["reason"])
         elif event.kind == "commit" and (end := plan_end(event)) is not None:
             assert end.generation is not None, "a commit has a generation"
             self._commits.setdefault(end.generation, (end, event.time))
@@ -457,6 +461,7 @@ class Monitor:
                 view.rank for view in ranks if not view.is_alive and view.phase not in ABSENT
             ),
             uncounted_ranks=self._samples.uncounted(),
+            engine_plans=self._engine_plans,
             death=self._outages.death,
             supervision=supervision,
             progress_age_s=oldest[0],

@@ -51,6 +51,7 @@ FindingKind = Literal[
     "no-progress",
     "no-leader",
     "rank-uncounted",
+    "engine-plans",
     "process-down",
     "start-waits",
     "rank-frozen",
@@ -280,6 +281,10 @@ class State:
     silent_ranks: Annotated[tuple[int, ...], Meaning("ranks that never reported, or not lately")]
     uncounted_ranks: Annotated[
         tuple[int, ...], Meaning("ranks whose counters stay at zero while those of others grow")
+    ]
+    engine_plans: Annotated[
+        str,
+        Meaning("why an engine's own balancer plans in place of its plug-in; empty: it does not"),
     ]
     death: Annotated[Death | None, Meaning("latest end of ranks on record")]
     supervision: Annotated[

@@ -158,6 +158,9 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
             is_ready=True,
             ranks=state.uncounted_ranks,
         )
+    if state.engine_plans:
+        text = f"the engine's own balancer plans, expected its plug-in: {state.engine_plans}"
+        yield Symptom("engine-plans", Grade.DEGRADED, text, is_ready=True)
     yield from _processes(state)
     yield from _waits(seen)
     if frozen := [view for view in state.ranks if view.frozen]:

@@ -323,7 +323,7 @@ def export_file(
 ) -> Answer:
     """Write a placement as an engine's file; what is repaired or lost is printed."""
     from eplb.errors import ConfigError
-    from telemetry.formats.bounded import file_digest, write_atomically
+    from telemetry.written_files import file_digest, write_atomically
 
     found = ask(placement_export, generation=generation, format=format, hidden_layers=hidden_layers)
     if not found.headers.get("content-disposition", "").startswith("attachment"):

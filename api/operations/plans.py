@@ -270,12 +270,12 @@ def _print_task(found: dict[str, Any]) -> None:
     result = found["result"]
     columns = "task decision before after num_moves:moves plan_id:plan reason"
     listing([result | {"task": found["id"]}], columns, none="no task")
-    if result.get("published"):
+    if "serves" in result:  # an engine's plug-in moved the experts itself
+        line(f"generation {result['serves']} serves")
+    elif result.get("published"):
         line(f"plan {result['plan_id']} is published to the ranks")
         if found["kind"] == "rollback":
             line("later plans may undo it; `eplb config --live --set observe=true` keeps it")
-    elif "serves" in result:  # an engine's plug-in moved the experts itself
-        line(f"generation {result['serves']} serves")
     else:
         why = "a dry run" if result.get("dry_run") else result.get("kept", "")
         line(f"nothing moves: {why}" if why else "nothing moves")

@@ -111,7 +111,8 @@ def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple
     from eplb.errors import ConfigError
 
     try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+        # int() alone takes 1_0 as 10.
+        found = tuple(dict.fromkeys(int(part.replace("_", "?")) for part in text.split(",")))
     except ValueError:
         found = ()
     if not found or min(found) < least or max(found) > most:

@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python -m benchmarks.engines.trust [--seeds 6]
 
-Four gloo ranks with vLLM's own layers, loader and mover (``rebalance/engines/vllm/bench.py``) and
+Four gloo ranks with vLLM's own layers, loader and mover (``tests.support.engines.vllm_bench``) and
 the plug-in's mover and placement check. After a move one fault is planted on one rank, all slots
 are looked at, and all layers are moved once more: a fault that another slot has then has spread.
 """
@@ -25,10 +25,10 @@ from torch.multiprocessing.spawn import start_processes
 from rebalance.engines.common.conform import EACH, LAYERS, RANKS
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.plugin_settings import settings_of
-from rebalance.engines.vllm import bench
 from rebalance.engines.vllm.conform import subject_of
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines import vllm_bench
 
 # Kinds, and the quantisations in which each is planted.
 WITH_SCALES = ("fp8 block", "mxfp4", "int8")
@@ -60,11 +60,12 @@ class Planter:
         check.PART = 1e6  # a look in every visit
         self.rank, self.process = rank, PluginProcess(settings)
         install(self.process)
-        _, self.state, self.group, self.reload = bench.made(rank, case, seed=0)
+        _, self.state, self.group, self.reload = vllm_bench.made(rank, case, seed=0)
         served = self.process._target
         assert served is not None
         self.held = served.held
-        self.subject = subject_of(self.state, self.held, self.group, list(range(LAYERS)))
+        rows, keeps_map = list(range(LAYERS)), self.process.keeps_map
+        self.subject = subject_of(self.state, self.held, self.group, rows, keeps_map=keeps_map)
         self.first = self.held.copy()
         self.saved = [[one.clone() for one in self.moved(layer)] for layer in range(LAYERS)]
         self.factors = {
@@ -155,8 +156,6 @@ class Planter:
             for name, factor in self.subject.view.tensors(layer)[1]:
                 factor.copy_(self.factors[layer, name])
         self.subject.commit(self.first)
-        self.state.communicator._known.clear()
-        self.state.communicator.take_references(self.held)
         assert not self.found(), "as at the start"
 
 

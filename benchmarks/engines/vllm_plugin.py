@@ -19,7 +19,7 @@ from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 import eplb
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.vllm.decisions import MapDecision, chosen_entries, repetitions
+from rebalance.engines.vllm.decisions import MapDecision, ServedMap, chosen_entries, repetitions
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -78,12 +78,17 @@ def plugged_in(plan_time_ms: float) -> Any:
     for part in ("policy", "shares"):
         process._switch(part, is_on=True)
     policy: Any = policy_class(process, DefaultEplbPolicy)
-    policy.process = process
+    state = SimpleNamespace(model=SimpleNamespace(num_logical_experts=EXPERTS))
+    nothing = np.zeros((LAYERS, SLOTS), dtype=np.int64)
+    policy.served = ServedMap(state, nothing, nothing)
+    process._served.append(policy.served)
     return policy
 
 
 def timed(policy: Any, load: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The map, and the milliseconds of processor time."""
+    if hasattr(policy, "served"):
+        policy.served.held = held.numpy()
     began = time.process_time()
     found = policy.rebalance_experts(load, SLOTS, 1, NODES, RANKS, held)
     return found, 1e3 * (time.process_time() - began)
@@ -110,9 +115,8 @@ def imbalance(policy: Any, load: torch.Tensor, held: torch.Tensor) -> float:
     """Mean over layers of the busiest rank over the mean, with the policy's shares."""
     placement = eplb.Placement(held.numpy().astype(np.int32), EXPERTS)
     share = placement.slot_share
-    if hasattr(policy, "process"):
-        decision = policy.process.decisions.of_map(held.numpy(), EXPERTS)
-        share = decision.shares()
+    if hasattr(policy, "served"):
+        share = policy.served.decision_of(held.numpy()).shares()
     of_slot = np.take_along_axis(load.numpy(), held.numpy(), axis=1) * share
     of_rank = of_slot.reshape(LAYERS, RANKS, -1).sum(axis=2)
     return float((of_rank.max(axis=1) / of_rank.mean(axis=1)).mean())
@@ -133,7 +137,7 @@ def shares() -> None:
             for _ in range(200):
                 parts = drawn.dirichlet([3.0] * replicas)
                 held = np.zeros((1, replicas), dtype=np.int64)
-                decision = MapDecision(held, held, repetitions(held, parts[None]), 1)
+                decision = MapDecision(held, repetitions(held, parts[None]), 1)
                 _, entries = decision.lists_of(0)
                 own = entries[0] if len(entries) else np.arange(replicas)  # equal shares
                 rows = rows_of(drawn)

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.vllm import on_cpu
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines import vllm_cpu
 from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import config_in, settings_in, wait_until
 from tests.support.engines.vllm_ranks import Layer, eplb_state
@@ -41,10 +41,10 @@ def state_with(config: Path | None) -> tuple[Any, PluginProcess | None]:
     if config is not None:
         process = PluginProcess(settings_in(config))
         put_back = install(process)
-    state = on_cpu.state_of(interval=WINDOW)
+    state = vllm_cpu.state_of(interval=WINDOW)
     state.parallel_config.eplb_config.step_interval = NEVER
-    model = on_cpu.model_of([Layer(n, held, False) for n in range(LAYERS)], EXPERTS, SLOTS, 1)
-    state.add_model(model, on_cpu.configuration("generate"))
+    model = vllm_cpu.model_of([Layer(n, held, False) for n in range(LAYERS)], EXPERTS, SLOTS, 1)
+    state.add_model(model, vllm_cpu.configuration("generate"))
     put_back()
     return state, process
 
@@ -69,7 +69,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=0, world_size=1)
-        on_cpu.install(*(on_cpu.coordinator(0, 1) for _ in range(2)))
+        vllm_cpu.install(*(vllm_cpu.coordinator(0, 1) for _ in range(2)))
         config = config_in(
             folder,
             engine__plan=False,  # it would have one rank

@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from eplb.errors import ConfigError
+from eplb.errors import ConfigError, EplbError
 
 # "Not given" in an array field that has a derived default; compared by identity.
 UNSET: NDArray[Any] = np.empty(0)
@@ -23,6 +23,25 @@ def owned(values: ArrayLike, dtype: DTypeLike) -> NDArray[Any]:
     array = np.array(values, dtype=dtype, order="C")
     array.flags.writeable = False
     return array
+
+
+def owned_whole(name: str, values: ArrayLike, error: type[EplbError]) -> NDArray[np.int32]:
+    """``owned`` as int32, of whole numbers in any type; a cast would cut fractions off.
+
+    Raises:
+        error: another value, or one that does not fit.
+    """
+    given = np.asarray(values)
+    if given.dtype.kind == "f":
+        wrong = ~(given == np.floor(given)) | ~np.isfinite(given)
+        if wrong.any():
+            raise error(f"{name} has {given.flat[wrong.argmax()]}, expected whole numbers")
+    elif given.dtype.kind not in "iub":
+        raise error(f"{name} has dtype {given.dtype}, expected whole numbers")
+    if given.size and not -(2**31) <= given.min() <= given.max() < 2**31:
+        largest = max(abs(given.min()), abs(given.max()))
+        raise error(f"{name} has {largest}, expected numbers of 32 bits")
+    return owned(given, np.int32)
 
 
 def on_host(values: Any) -> Any:

@@ -16,6 +16,7 @@ from math import inf
 from numbers import Real  # numpy's numbers too
 from typing import Annotated, Literal
 
+from eplb.clock import duration_text
 from eplb.core.kernels import Curve, Kernel, kernel_for
 from eplb.core.model import ModelShape, preset
 from eplb.declared import Setting
@@ -161,6 +162,14 @@ class CostModel:
     def saved_seconds(self, gain: float) -> float:
         """Serving time that a reduction of imbalance, mean over layers, saves until pay-back."""
         return self.pay_back_s * self.expert_part * gain if gain else 0.0
+
+    def saving_text(self, gain: float) -> str:
+        """What a reduction of imbalance saves, in words: of each second, and until pay-back."""
+        saves = f"saves {duration_text(self.expert_part * gain)} of each second"
+        if self.pay_back_s == inf:
+            return f"{saves} that the load lasts"
+        saved, until = duration_text(self.saved_seconds(gain)), duration_text(self.pay_back_s)
+        return f"{saves}, {saved} in {until}"
 
     def gain_worth(self, seconds: float) -> float:
         """Imbalance, mean over layers, whose removal saves so many seconds until pay-back."""

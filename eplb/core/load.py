@@ -5,14 +5,19 @@ busiest rank is about z sqrt(R / n) above the mean, where z is the expected maxi
 samples. Requests differ, so real windows fluctuate by more; this is estimated from several windows.
 No placement planned on the past avoids that imbalance in the next window.
 
-Shapes:  L MoE layers, C slots of one rank, E experts, T windows, R ranks.
+Windows differ in tokens, by night and day most of all. Noise in the shares of a window goes with
+1 / n, and what its imbalance costs goes with its time, that is with n: by both, a window weighs as
+its tokens. What compares windows with each other, and for that needs windows of similar noise,
+takes those with few tokens together with the next (``blocks``).
+
+Shapes:  L MoE layers, C slots of one rank, E experts, T windows, B blocks, R ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +27,7 @@ from eplb.errors import HistoryError
 
 Phase = Literal["prefill", "decode", "mixed"]
 MOST_TOKENS = 2**62  # in a whole history
+IDS_AT_ONCE = 65_536  # tokens whose ids are sorted at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,18 +159,40 @@ class LoadHistory:
             tuple(self.phases[place] for place in places),
         )
 
+    def joined(self, starts: NDArray[np.intp]) -> LoadHistory:
+        """The windows of each block summed; ``starts`` [B] as ``blocks`` gives them."""
+        ends = np.append(starts[1:], self.num_windows) - 1
+        missing, phases = self.missing_ranks, self.phases
+        return LoadHistory(
+            np.add.reduceat(self.tokens, starts, axis=0),
+            self.first_step[starts],
+            self.last_step[ends],
+            self.phase,
+            tuple(
+                frozenset[int]().union(*missing[start : end + 1])
+                for start, end in zip(starts, ends, strict=True)
+            ),
+            tuple(phases[end] for end in ends),
+        )
+
 
 def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     """Take a LoadHistory, or an array [L, E] or [T, L, E] (a torch tensor too), as a history.
 
-    Fractional loads are scaled to integers so that planning stays exact and repeatable.
+    Fractional loads are scaled to integers so that planning stays exact and repeatable. Routing ids
+    come as int16, uint8 or uint16 from engines: such an array is refused if it may be ids.
 
     Raises:
-        HistoryError: another shape, negative or non-finite figures.
+        HistoryError: another shape, routing ids, negative or non-finite figures.
     """
     if isinstance(history, LoadHistory):
         return history
     values = np.asarray(on_host(history))
+    if values.itemsize <= 2 and names_experts(values):
+        raise HistoryError(
+            f"{values.dtype} {list(values.shape)} has different numbers in each row: routing ids "
+            "[tokens, layers, top-k], expected counts [windows, layers, experts]"
+        )
     if values.ndim == 2:
         values = values[None]
     if values.dtype.kind == "f":
@@ -172,6 +200,32 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     if values.dtype.kind not in "iub":
         raise HistoryError(f"load has dtype {values.dtype}, expected integers or floats")
     return LoadHistory(values)
+
+
+LARGEST_TOP_K = 64
+MOST_EXPERTS = 4096  # of a layer; larger numbers are counts
+
+
+def names_experts(values: NDArray[Any], num_experts: int = MOST_EXPERTS) -> bool:
+    """Whether an array may be routing ids [tokens, layers, top-k], by its type, shape and values.
+
+    Each token names different experts in a layer; -1 pads.
+    """
+    is_table = values.ndim == 3 and values.dtype.kind in "iu" and values.size > 0
+    if not is_table or not 1 <= values.shape[2] <= min(LARGEST_TOP_K, num_experts):
+        return False
+    return bool(values.min() >= -1 and values.max() < num_experts) and not repeats_expert(values)
+
+
+def repeats_expert(ids: NDArray[Any]) -> tuple[int, int] | None:
+    """The first token and layer of ids [tokens, layers, top-k] that name an expert twice."""
+    for begin in range(0, len(ids), IDS_AT_ONCE):
+        part = np.sort(ids[begin : begin + IDS_AT_ONCE], axis=2)
+        wrong = ((part[:, :, 1:] == part[:, :, :-1]) & (part[:, :, 1:] >= 0)).any(axis=2)
+        if wrong.any():
+            token, layer = np.unravel_index(int(wrong.argmax()), wrong.shape)
+            return begin + int(token), int(layer)
+    return None
 
 
 def _as_counts(values: NDArray[np.floating]) -> NDArray[np.int64]:
@@ -199,17 +253,66 @@ def _where(flat: np.integer, shape: tuple[int, ...]) -> str:
 
 
 FEWEST_WINDOWS = 4  # with fewer, one sudden change would count as noise
+IDLE = 0.5  # part of the usual tokens below which a window is taken together with the next
 
 
-def fluctuation(load: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[L] imbalance above 1 by fluctuation between windows; 0 with fewer than FEWEST_WINDOWS.
+def usual_tokens(tokens: NDArray[np.number]) -> float:
+    """Tokens of a window such that half of all tokens are in windows with at least as many.
 
-    Half the squared difference of neighbouring windows is their variance without slow drift; the
+    Args:
+        tokens: [T] of each window.
+    """
+    largest_first = np.sort(tokens)[::-1]
+    sums = largest_first.cumsum(dtype=np.float64)
+    return float(largest_first[np.searchsorted(sums, sums[-1] / 2)])
+
+
+def blocks(tokens: NDArray[np.number], usual: float | None = None) -> NDArray[np.intp]:
+    """[B] first window of each block: neighbours that together have at least IDLE of the usual.
+
+    Windows with few tokens are part of the next block, at the end of the last one. Windows of
+    similar size are a block each.
+
+    Args:
+        tokens: [T] of each window.
+        usual: ``usual_tokens`` of more windows than these; by default of these.
+    """
+    least = IDLE * (usual_tokens(tokens) if usual is None else usual)
+    starts, start, together = [0], 0, 0.0
+    for window, found in enumerate(tokens.tolist()):
+        if together >= least and window > start:
+            start, together = window, 0.0
+            starts.append(start)
+        together += found
+    if together < least and len(starts) > 1:
+        starts.pop()
+    return np.array(starts)
+
+
+def num_full_blocks(tokens: NDArray[np.number], latest: int) -> int:
+    """How many windows of the usual tokens the ``latest`` of the windows [T] are worth."""
+    usual, since = usual_tokens(tokens), tokens[len(tokens) - latest :]
+    starts = blocks(since, usual) if latest else np.zeros(0, dtype=np.intp)
+    if len(starts) == 1 and since.sum() < IDLE * usual:
+        return 0
+    return len(starts)
+
+
+def fluctuation(
+    load: NDArray[np.float64], tokens: NDArray[np.number] | None = None
+) -> NDArray[np.float64]:
+    """[L] imbalance above 1 by fluctuation between blocks; 0 with fewer than FEWEST_WINDOWS.
+
+    Half the squared difference of neighbouring blocks is their variance without slow drift; the
     median over neighbours also excludes a sudden change, which a plan must follow.
 
     Args:
         load: [T, L, R] under one placement, in units of the mean rank load.
+        tokens: [T] of each window; None: as many in each.
     """
+    if tokens is not None and len(starts := blocks(tokens)) < len(tokens):
+        together = np.add.reduceat(load * tokens[:, None, None], starts, axis=0)
+        load = together / np.add.reduceat(tokens, starts)[:, None, None]
     num_windows, num_layers, num_ranks = load.shape
     if num_windows < FEWEST_WINDOWS or num_ranks < 2:
         return np.zeros(num_layers)
@@ -229,17 +332,18 @@ def sampling_noise(tokens_per_window: float, num_ranks: int) -> float:
     Source: multinomial draw, checked against the batches of DeepSeek-V2-Lite (top-6, 8 ranks):
     32 tokens 1.29 (measured 1.26 to 1.31), 512 tokens 1.07 (measured 1.06 to 1.08).
     """
-    if num_ranks < 2 or tokens_per_window <= 0:
-        return 0.0
-    # The load of a rank deviates by sqrt((R - 1) / n). Loads have a fixed sum, so they are
-    # negatively correlated, which adds a factor of sqrt(R / (R - 1)).
-    deviation: float = (num_ranks / tokens_per_window) ** 0.5
-    return _largest_of(num_ranks) * deviation
+    return float(sampling_noises(np.array([tokens_per_window]), num_ranks)[0])
 
 
 def sampling_noises(routed: NDArray[np.number], num_ranks: int) -> NDArray[np.float64]:
-    """[L] ``sampling_noise`` of layers with so many routed tokens [L]."""
-    return np.array([sampling_noise(float(each), num_ranks) for each in routed])
+    """[...] ``sampling_noise`` of layers with so many routed tokens [...]; 0 without any."""
+    noise: NDArray[np.float64] = np.zeros(routed.shape)
+    if num_ranks < 2:
+        return noise
+    # The load of a rank deviates by sqrt((R - 1) / n). Loads have a fixed sum, so they are
+    # negatively correlated, which adds a factor of sqrt(R / (R - 1)).
+    np.divide(num_ranks, routed, out=noise, where=routed > 0)
+    return np.asarray(_largest_of(num_ranks) * np.sqrt(noise))
 
 
 def _largest_of(num_ranks: int) -> float:

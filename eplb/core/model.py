@@ -46,6 +46,7 @@ class ModelShape:
     num_expert_groups: int = 1  # the model's routing groups; 1 means none
     expert_bytes: int = 0  # one routed expert as served, with its scales; 0: in BF16
     expert_cost: NDArray[np.float64] = field(default_factory=unset)  # [E] work per token, 1.0 usual
+    num_matrices: int = 3  # of one routed expert: gate, up and down; 2 without a gate
 
     def __post_init__(self) -> None:
         if self.num_experts < 1 or not 1 <= self.top_k <= self.num_experts:
@@ -83,8 +84,8 @@ class ModelShape:
 
     @property
     def expert_weights(self) -> int:
-        """Number of weights of one routed expert: gate, up and down."""
-        return 3 * self.hidden * self.intermediate
+        """Number of weights of one routed expert."""
+        return self.num_matrices * self.hidden * self.intermediate
 
     @property
     def precision(self) -> str:

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.arrays import UNSET, freeze, owned, unset
+from eplb.core.arrays import UNSET, freeze, owned, owned_whole, unset
 from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 
@@ -40,7 +40,10 @@ class Placement:
     source_share: NDArray[np.float64] | None = None  # [N, L, S], the same per source node
 
     def __post_init__(self) -> None:
-        held = owned(self.slot_to_expert, np.int32)
+        held = owned_whole("slot_to_expert", self.slot_to_expert, PlacementError)
+        for name in ("num_experts", "generation"):
+            if not isinstance(found := getattr(self, name), int | np.integer):
+                raise PlacementError(f"{name} is {found!r}, expected a whole number")
         if held.ndim != 2:
             raise PlacementError(f"slot_to_expert has shape {held.shape}, expected [layers, slots]")
         freeze(self, slot_to_expert=held)

@@ -22,7 +22,7 @@ from eplb.core.cost import CostModel, Objective
 from eplb.core.demand import Demand, Scenarios, demand_of
 from eplb.core.dispatch import DispatchRule, check_topology
 from eplb.core.jit import BoolArray, FloatArray, IntArray
-from eplb.core.load import LoadHistory, Phase, sampling_noises
+from eplb.core.load import LoadHistory, Phase, blocks, sampling_noises
 from eplb.core.model import ModelShape, slot_shortage
 from eplb.core.placement import Placement, check_sources
 from eplb.core.topology import Topology
@@ -292,6 +292,43 @@ class Problem:
             if phase in self.phases
         )
 
+    @cached_property
+    def window_weight(self) -> FloatArray:
+        """[T] weight of each window, 1 together: by tokens within a phase.
+
+        Phases differ in time per token, so each weighs by its number of windows.
+        """
+        return self._weight_by(self.work.sum(axis=(1, 2)))
+
+    def _weight_by(self, spent: FloatArray) -> FloatArray:
+        """[T] weights by the time that each window took, within its phase."""
+        weight = np.zeros(len(spent))
+        for part in self.parts:
+            if together := float(spent[part].sum()):
+                weight[part] = spent[part] * (len(part) / together)
+        if not weight.any():
+            weight[:] = 1.0
+        weight /= weight.sum()
+        return weight
+
+    def mean_over_windows(self, figure: FloatArray) -> FloatArray:
+        """[...] mean of a figure [T, ...] of the windows, by their weights."""
+        return weighted_mean(figure, self.window_weight)
+
+    def mean_of_part(self, figure: FloatArray, part: NDArray[np.intp]) -> FloatArray:
+        """[...] mean of a figure [T, ...] over some windows, by their weights."""
+        weight = self.window_weight[part]
+        return weighted_mean(figure[part], weight / max(float(weight.sum()), 1e-300))
+
+    def blocks_of(self, part: NDArray[np.intp]) -> NDArray[np.intp]:
+        """[B] place in ``part`` of the first window of each block; see ``eplb.core.load``."""
+        return blocks(self.routed[part].sum(axis=1))
+
+    @property
+    def num_blocks(self) -> int:
+        """How many windows the complete ones are worth: those with few tokens count together."""
+        return sum(len(self.blocks_of(part)) for part in self.parts)
+
     def over_parts(self, figure: Callable[[NDArray[np.intp]], FloatArray]) -> FloatArray:
         """Mean of a figure of each part, by their numbers of windows."""
         total = sum(len(part) for part in self.parts)
@@ -308,6 +345,10 @@ class Problem:
             lambda part: sampling_noises(self.routed[part].sum(axis=0), num_ranks)
         )
 
+    def noise_of_windows(self, part: NDArray[np.intp], num_ranks: int) -> FloatArray:
+        """[L] imbalance above 1 that chance makes in a window of a phase, mean by weight."""
+        return self.mean_of_part(sampling_noises(self.routed, num_ranks), part)
+
     @cached_property
     def work(self) -> FloatArray:
         """[T, L, E] tokens times each expert's cost per token; complete windows only."""
@@ -319,17 +360,30 @@ class Problem:
     def scaled(self) -> FloatArray:
         """[L, T, E] work in units of the mean rank load, so that the busiest load is the imbalance.
 
-        Windows have equal weight whatever their tokens; an idle window is zero.
+        An idle window is zero.
         """
         return scale(self.work.transpose(1, 0, 2), self.topology)
+
+    @property
+    def mean_scaled(self) -> FloatArray:
+        """[L, E] ``scaled``, mean over windows."""
+        return np.ascontiguousarray(self.mean_over_windows(self.scaled.transpose(1, 0, 2)))
+
+    @property
+    def weighed(self) -> FloatArray:
+        """[L, T, E] ``scaled`` times the weight of each window, as a multiple of the mean weight.
+
+        The plain mean over windows of a figure in proportion to load is the weighted mean then.
+        """
+        return np.ascontiguousarray(self.scaled * (len(self.work) * self.window_weight[:, None]))
 
     @cached_property
     def heat(self) -> FloatArray:
         """[L, E] part of a layer's tokens, mean over windows; zeros in an idle layer."""
         total = self.routed[..., None]
         part = np.divide(self.tokens, total, out=np.zeros(self.tokens.shape), where=total > 0)
-        busy = (self.routed > 0).sum(axis=0)
-        return np.asarray(part.sum(axis=0) / np.maximum(busy, 1)[:, None])
+        busy = self.mean_over_windows((self.routed > 0).astype(np.float64))
+        return self.mean_over_windows(part) / np.maximum(busy, 1e-300)[:, None]
 
     @cached_property
     def scenario_work(self) -> FloatArray:
@@ -344,8 +398,9 @@ class Problem:
 
     @cached_property
     def weight(self) -> FloatArray:
-        """[T + K] weight of each window and scenario; 1 together."""
-        weight = np.full(len(self.work), 1.0 / len(self.work))
+        """[T + K] weight of each window and scenario, by the objective; 1 together."""
+        is_timed = self.objective == "time"
+        weight = self.timed_demand.weight if is_timed else self.window_weight
         if self.scenarios is None:
             return weight
         likely = self.scenarios.weight
@@ -377,10 +432,15 @@ class Problem:
 
     @cached_property
     def timed_demand(self) -> Demand:
-        """The windows as recorded, by the curve whatever the objective: times are judged on it."""
+        """The windows as recorded, by the curve whatever the objective: times are judged on it.
+
+        Each weighs by its time at perfect balance, over its steps and layers.
+        """
+        steps, timed = self._steps, self.cost.timed
         weight = np.full(len(self.work), 1.0 / len(self.work))
-        timed = self.cost.timed
-        return demand_of(self.work, self._steps, weight, self.topology, timed, self.model)
+        demand = demand_of(self.work, steps, weight, self.topology, timed, self.model)
+        time = np.divide(1.0, demand.rate, out=np.zeros(demand.rate.shape), where=demand.rate > 0)
+        return demand._replace(weight=self._weight_by(steps * time.sum(axis=0)))
 
     @cached_property
     def total_demand(self) -> Demand:
@@ -450,9 +510,11 @@ class Problem:
         """The cost model with the time that this load is expected to last as pay-back time.
 
         A load that has lasted for n windows is expected to last as long again: the history begins
-        at the latest sudden change, and the operator's time is the bound.
+        at the latest sudden change, and the operator's time is the bound. Windows with few tokens
+        do not show what lasts.
         """
-        part = min(self.history.num_windows / SETTLED_WINDOWS, 1.0)
+        shown = self.history.num_windows - len(self.work) + self.num_blocks
+        part = min(shown / SETTLED_WINDOWS, 1.0)
         return replace(self.cost, pay_back_s=self.cost.pay_back_s * part)
 
     @cached_property
@@ -520,6 +582,12 @@ def scale(work: FloatArray, topology: Topology) -> FloatArray:
     scaled: FloatArray = np.zeros(work.shape)
     np.divide(work, fair, out=scaled, where=fair > 0)
     return scaled
+
+
+def weighted_mean(figure: FloatArray, weight: FloatArray) -> FloatArray:
+    """[...] mean of a figure [T, ...] of windows by weights [T], 1 together."""
+    by_window = weight.reshape(-1, *[1] * (figure.ndim - 1))
+    return np.asarray((figure * by_window).sum(axis=0))
 
 
 def _same(what: str, found: tuple[int, int], expected: tuple[int, int]) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.arrays import UNSET, freeze, owned, unset
+from eplb.core.arrays import UNSET, freeze, owned, owned_whole, unset
 from eplb.errors import TopologyError
 
 
@@ -41,14 +41,14 @@ class Topology:
     drained: NDArray[np.bool_] = field(default_factory=unset)  # [R] hold nothing; default: none
 
     def __post_init__(self) -> None:
-        nodes = owned(self.node_of_rank, np.int32)
+        nodes = owned_whole("node_of_rank", self.node_of_rank, TopologyError)
         ones = np.ones(nodes.shape)
         hosts = nodes if self.host_of_rank is UNSET else owned(self.host_of_rank, np.int32)
         domains = hosts if self.failure_domain is UNSET else owned(self.failure_domain, np.int32)
         speed = owned(ones if self.rank_speed is UNSET else self.rank_speed, np.float64)
         alive = owned(ones if self.alive is UNSET else self.alive, np.bool_)
         drained = owned(0 * ones if self.drained is UNSET else self.drained, np.bool_)
-        slots = owned(self.slots_of_rank, np.int32)
+        slots = owned_whole("slots_of_rank", self.slots_of_rank, TopologyError)
         freeze(self, node_of_rank=nodes, slots_of_rank=slots, host_of_rank=hosts)
         freeze(self, failure_domain=domains, rank_speed=speed, alive=alive, drained=drained)
         for name in vars(self):
@@ -71,10 +71,11 @@ class Topology:
     @staticmethod
     def uniform(num_nodes: int, ranks_per_node: int, slots_per_rank: int) -> Topology:
         """Equal nodes of equal ranks, each node one host."""
-        if min(num_nodes, ranks_per_node, slots_per_rank) < 1:
+        counts = (num_nodes, ranks_per_node, slots_per_rank)
+        if not all(isinstance(count, int | np.integer) and count >= 1 for count in counts):
             raise TopologyError(
                 f"found {num_nodes} nodes x {ranks_per_node} ranks x {slots_per_rank} slots, "
-                "expected at least one of each"
+                "expected whole numbers, at least one of each"
             )
         num_ranks = num_nodes * ranks_per_node
         return Topology(

@@ -9,7 +9,8 @@ placement.
 
 The gain of a plan is estimated on windows that it was not fitted to. Two sources: the record of
 earlier plans gives the part of promised gains that was realised. Cross-fitting gives it for this
-plan: the windows that the serving placement was not fitted to are divided into runs; for each run
+plan: the windows that the serving placement was not fitted to are divided into runs of about as
+many tokens; for each run
 the search plans on the other windows, at the same price, and is judged on the run. Windows next to
 a run share its requests: a gain on these ends with them, so they are not planned on. Both are
 combined by their variances. A later judgement compares the realised gain with the estimate; the
@@ -26,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.clock import duration_text
 from eplb.core.cost import CostModel, Decision, Objective
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import BoolArray, FloatArray
@@ -46,7 +48,7 @@ from eplb.shares.resplitting import best_shares, share_floor
 from eplb.shares.traffic import crossing, with_local_shares
 
 ENOUGH = 4  # windows on which a plan is judged
-FEWEST = 3  # windows for cross-fitting
+FEWEST = 3  # blocks of windows for cross-fitting
 FOLDS = 4  # runs into which unseen windows are divided
 GAP = 2  # windows on either side of a run that the search does not see, where enough remain
 PLANNED_AGAIN = 16  # layers, at most, for cross-fitting
@@ -91,7 +93,7 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
         return Expected(0.0, 0.0, False)
     part = problem.record.kept
     doubt = PRIOR_DOUBT * part
-    seen = _crossfitted(problem, changed) if problem.complete.sum() >= FEWEST else np.zeros(0)
+    seen = _crossfitted(problem, changed) if problem.num_blocks >= FEWEST else np.zeros(0)
     if len(seen) < 2:
         # The record alone does not change with more windows, so repeated planning finds nothing by
         # chance, and a long-serving placement must not block every gain.
@@ -116,10 +118,13 @@ def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
     layers = layers[np.linspace(0, len(layers) - 1, min(PLANNED_AGAIN, len(layers))).astype(int)]
     serving = current.of_layers(layers)
     unseen = np.arange(len(kept))[-problem.num_unseen :]
+    starts = problem.blocks_of(unseen)
+    firsts = [run[0] for run in np.array_split(starts, min(FOLDS, len(starts)))]
+    weight = problem.window_weight * len(kept)
     gains = []
-    for run in np.array_split(unseen, min(FOLDS, len(unseen))):
+    for run in np.split(unseen, firsts[1:]):
         near = np.arange(max(run[0] - GAP, 0), min(run[-1] + GAP + 1, len(kept)))
-        hidden = near if len(near) <= len(kept) // 2 + 1 else run
+        hidden = near if weight[near].sum() <= len(kept) // 2 + 1 + ROUNDING else run
         others = problem.history.of_windows(np.delete(kept, hidden))
         part = replace(problem, history=others, scenarios=None).of_layers(layers)
         held, _ = incremental(part)
@@ -222,7 +227,7 @@ def decide(outlook: Outlook, cost: CostModel) -> tuple[Decision, str]:
         change += f", {outlook.sure:.0%} of the gain expected to last"
     if outlook.in_time != 1.0:
         change += f", {outlook.in_time:.0%} of it time at this batch"
-    figures = f"saves {saved:.3g} s in {cost.pay_back_s:g} s, costs {lost:.3g} s"
+    figures = f"{cost.saving_text(gain)}, costs {duration_text(lost)}"
     if not gain > 0 or lost > saved:
         return Decision.KEEP, f"{change}: {figures}"
     if outlook.num_moves == 0:
@@ -424,7 +429,8 @@ def _moving_pays_anyway(
         return True
     share = best_shares(problem, old, sample)[sample]
     alone = Placement(old.slot_to_expert[sample], old.num_experts, old.generation, share)
-    return pays(imbalance(problem.work[:, sample], alone, problem.topology).mean(axis=0))
+    windows = imbalance(problem.work[:, sample], alone, problem.topology)
+    return pays(problem.mean_over_windows(windows))
 
 
 def _outlook(problem: Problem, serving: Option, proposed: Option) -> Outlook:

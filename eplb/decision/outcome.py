@@ -134,10 +134,10 @@ class Plan:
             imbalance(self.problem.work, it, self.topology).mean(axis=1)
             for it in (self.base, self.target)
         ]
-        before, after = pair
         return tuple(
             PhaseBalance(
-                self.problem.phases[part[0]], float(before[part].mean()), float(after[part].mean())
+                self.problem.phases[part[0]],
+                *(float(self.problem.mean_of_part(each, part)) for each in pair),
             )
             for part in self.problem.parts
         )
@@ -312,12 +312,11 @@ def marginal(plan: Plan, layer: int, expert: int) -> tuple[float | None, float |
     it is the only replica, or every rank has one already.
     """
     topology, held = plan.topology, plan.target.slot_to_expert[layer]
-    work = np.ascontiguousarray(plan.problem.scaled[layer])  # [T, E]
     count = plan.target.replica_count[layer]
     mine = np.flatnonzero(held == expert)
     fewer, more = [], []
     if len(mine) > 1:
-        fewer = [_imbalance_of(work, _with(held, slot, EMPTY), topology) for slot in mine.tolist()]
+        fewer = [_imbalance_of(plan, layer, _with(held, slot, EMPTY)) for slot in mine.tolist()]
     taken = set(topology.rank_of_slot[mine].tolist())
     spare = (held == EMPTY) | (count[np.maximum(held, 0)] > 1)
     room = plan.problem.room[layer]
@@ -325,7 +324,7 @@ def marginal(plan: Plan, layer: int, expert: int) -> tuple[float | None, float |
         rank = int(topology.rank_of_slot[slot])
         may_use = topology.alive[rank] and slot - topology.first_slot[rank] < room[rank]
         if may_use and rank not in taken:
-            more.append(_imbalance_of(work, _with(held, slot, expert), topology))
+            more.append(_imbalance_of(plan, layer, _with(held, slot, expert)))
     return min(fewer, default=None), min(more, default=None)
 
 
@@ -335,10 +334,11 @@ def _with(held: NDArray[np.int32], slot: int, expert: int) -> NDArray[np.int32]:
     return changed
 
 
-def _imbalance_of(work: NDArray[np.float64], held: NDArray[np.int32], topology: Topology) -> float:
-    """Imbalance of a layer at equal split, mean over windows of work [T, E]."""
-    placement = Placement(held[None], work.shape[1])
-    return float(imbalance(work[:, None], placement, topology).mean())
+def _imbalance_of(plan: Plan, layer: int, held: NDArray[np.int32]) -> float:
+    """Imbalance of a layer at equal split of experts by slot [S], mean over windows."""
+    problem, placement = plan.problem, Placement(held[None], plan.problem.num_experts)
+    windows = imbalance(problem.work[:, layer : layer + 1], placement, plan.topology)
+    return float(problem.mean_over_windows(windows)[0])
 
 
 class _View(NamedTuple):
@@ -353,10 +353,13 @@ class _View(NamedTuple):
 
 def _view(plan: Plan, layer: int) -> _View:
     problem, topology = plan.problem, plan.topology
-    work = problem.scaled.mean(axis=1)  # [L, E]
+    work = problem.mean_scaled
     pair = tuple(as_dispatched(problem, it) for it in (plan.base, plan.target))
     was, will_be = (rank_load(work, it, topology)[layer] / topology.rank_speed for it in pair)
-    before, after = (float(imbalance(problem.work, it, topology)[:, layer].mean()) for it in pair)
+    before, after = (
+        float(problem.mean_over_windows(imbalance(problem.work, it, topology)[:, layer]))
+        for it in pair
+    )
     loads = tuple(
         RankLoad(rank, float(was[rank]), float(will_be[rank]))
         for rank in np.flatnonzero(topology.alive).tolist()

@@ -122,7 +122,7 @@ def imbalance_by_slots(
         )
         held = refined(replace(problem, topology=narrow, current=None))
         placement = Placement(held.astype(np.int32), problem.num_experts)
-        curve[:, column] = imbalance(problem.work, placement, narrow).mean(axis=0)
+        curve[:, column] = problem.mean_over_windows(imbalance(problem.work, placement, narrow))
     best_so_far: NDArray[np.float64] = np.minimum.accumulate(curve, axis=1)
     return tried, best_so_far
 
@@ -185,7 +185,7 @@ def redundancy_price(
         wide = replace(topology, slots_of_rank=(once + level * ranks).astype(np.int32))
         problem = Problem(windows, wide)
         placement = Placement(refined(problem).astype(np.int32), windows.num_experts)
-        even = float(imbalance(problem.work, placement, wide).mean())
+        even = float(problem.mean_over_windows(imbalance(problem.work, placement, wide)).mean())
         without = without or even
         even = min(even, without)  # slots may be left empty
         step = 1.0 - expert_part + expert_part * even

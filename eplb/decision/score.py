@@ -13,9 +13,9 @@ from eplb.core.demand import time_of
 from eplb.core.dispatch import DispatchRule, effective_shares
 from eplb.core.jit import FloatArray
 from eplb.core.kernels import Curve
-from eplb.core.load import fluctuation, sampling_noises
+from eplb.core.load import fluctuation
 from eplb.core.placement import Placement
-from eplb.core.problem import Problem
+from eplb.core.problem import Problem, weighted_mean
 from eplb.measure import imbalance, live_shares, rank_load, rank_sum, slot_load
 from eplb.shares.traffic import crossing
 
@@ -35,7 +35,8 @@ def objective_for(problem: Problem) -> tuple[Objective, str]:
     if steps.max() == 1 or not problem.cost.curve:
         return "tokens", ""
     tokens = problem.routed.mean(axis=1)  # [T]
-    rows = float((tokens / steps).mean()) / int(problem.topology.usable_slots.sum())
+    each = weighted_mean(tokens / steps, problem.timed_demand.weight)
+    rows = float(each) / int(problem.topology.usable_slots.sum())
     most = ridge(problem.cost.timed.curve)
     objective: Objective = "time" if rows < most else "tokens"
     side = "below" if objective == "time" else "not below"
@@ -75,7 +76,8 @@ def dead_zone(problem: Problem) -> float:
     """
     demand = problem.timed_demand
     slots = int(problem.topology.usable_slots.sum())
-    mean = demand.tokens.sum(axis=1).mean() / slots  # tokens of a replica in a step
+    tokens = demand.tokens.sum(axis=1).mean(axis=0)  # [T] of a layer in a step
+    mean = float(weighted_mean(tokens, demand.weight)) / slots  # of a replica
     ratio = np.linspace(1.0, MOST_IMBALANCE, 6301)
     # Of a replica, with its part of what its rank takes beside replicas.
     beside = problem.cost.timed.rank_us * int(problem.topology.serving.sum()) / slots
@@ -88,7 +90,7 @@ def dead_zone(problem: Problem) -> float:
 def measured(
     problem: Problem, placement: Placement, objective: Objective | None = None
 ) -> FloatArray:
-    """[L] mean over past windows of the imbalance that the placement would have had.
+    """[L] mean over past windows of the imbalance that the placement would have had, by weight.
 
     For the objective "time", of the slowest rank's time, over the time of a rank if all experts
     were split evenly at no cost. Shares are the effective ones of the engine's dispatch rule.
@@ -100,8 +102,7 @@ def measured(
     """
     placement = as_dispatched(problem, placement)
     if (objective or problem.objective) == "tokens":
-        ratio: FloatArray = imbalance(problem.work, placement, problem.topology).mean(axis=0)
-        return ratio
+        return problem.mean_over_windows(imbalance(problem.work, placement, problem.topology))
     topology, demand = problem.topology, problem.timed_demand
     tokens = demand.tokens.transpose(2, 0, 1)  # [T, L, E]
     share, lost = live_shares(placement, topology)
@@ -110,8 +111,7 @@ def measured(
     time = (busy * rate[..., None] + extra[..., None]) / topology.rank_speed
     slowest = np.where(rate > 0, time[..., topology.serving].max(axis=-1), 1.0)
     slowest[(tokens * lost).any(axis=-1)] = np.inf
-    mean: FloatArray = slowest.mean(axis=0)
-    return mean
+    return weighted_mean(slowest, demand.weight)
 
 
 def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
@@ -125,8 +125,8 @@ def noise_under(problem: Problem, placement: Placement) -> NDArray[np.float64]:
     load = rank_load(problem.scaled.transpose(1, 0, 2), placement, problem.topology)[..., serving]
 
     def noise_of(part: NDArray[np.intp]) -> FloatArray:
-        by_chance = sampling_noises(problem.routed[part].mean(axis=0), int(serving.sum()))
-        return np.maximum(by_chance, fluctuation(load[part]))
+        by_chance = problem.noise_of_windows(part, int(serving.sum()))
+        return np.maximum(by_chance, fluctuation(load[part], problem.routed[part].sum(axis=1)))
 
     return problem.over_parts(noise_of)
 
@@ -148,7 +148,10 @@ def as_dispatched(problem: Problem, placement: Placement) -> Placement:
 def booked_and_effective(problem: Problem, placement: Placement) -> tuple[float, float]:
     """Mean imbalance by the placement's shares (booked), and by the engine's rule (effective)."""
     pair = (placement, as_dispatched(problem, placement))
-    booked, effective = (float(imbalance(problem.work, it, problem.topology).mean()) for it in pair)
+    booked, effective = (
+        float(problem.mean_over_windows(imbalance(problem.work, it, problem.topology)).mean())
+        for it in pair
+    )
     return booked, effective
 
 

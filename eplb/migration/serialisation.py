@@ -117,10 +117,13 @@ def topology_from_dict(fields: dict[str, Any]) -> Topology:
 
 def model_to_dict(model: ModelShape) -> dict[str, Any]:
     """A model shape as JSON-ready values."""
-    return vars(model) | {
+    values = vars(model) | {
         "layer_ids": list(model.layer_ids),
         "expert_cost": model.expert_cost.tolist(),
     }
+    if model.num_matrices == ModelShape.num_matrices:
+        del values["num_matrices"]  # readers of earlier versions know no other
+    return values
 
 
 def model_from_dict(fields: dict[str, Any]) -> ModelShape:

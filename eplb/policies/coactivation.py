@@ -97,8 +97,9 @@ def colocate_coactivated(
     slots = rng.integers(topology.num_slots, size=(steps, 2))
     cooling = WARM * (COLD / WARM) ** np.linspace(0.0, 1.0, steps)
     loss = cooling * rng.exponential(size=steps)  # that each swap may make
+    weighed = problem.weighed
     for layer in range(len(held)):
-        work = np.array(problem.scaled[layer], order="C")
+        work = np.array(weighed[layer], order="C")
         pairs = np.ascontiguousarray(together[layer], dtype=np.float64)
         held[layer] = _annealed(work, pairs, held[layer], rank, node, slowness, price, slots, loss)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)

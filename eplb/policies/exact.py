@@ -97,8 +97,8 @@ def _imbalance(problem: Problem, held: IntArray | NDArray[np.int32]) -> NDArray[
     ratio = imbalance(problem.work, placement, problem.topology)
     is_busy = problem.work.sum(axis=2) > 0
     mean: NDArray[np.float64] = np.ones(placement.num_layers)
-    busy = is_busy.sum(axis=0)
-    np.divide((ratio * is_busy).sum(axis=0), busy, out=mean, where=busy > 0)
+    busy = problem.mean_over_windows(is_busy.astype(np.float64))
+    np.divide(problem.mean_over_windows(ratio * is_busy), busy, out=mean, where=busy > 0)
     return mean
 
 
@@ -150,7 +150,7 @@ def _nearest_to_current(problem: Problem, held: IntArray) -> Placement:
 class ExactLayer(NamedTuple):
     """One layer as input of the solver."""
 
-    work: NDArray[np.float64]  # [T, E] load of windows that are not idle
+    work: NDArray[np.float64]  # [T, E] weighed load of windows that are not idle
     start: IntArray  # [S] a good placement
     counts: list[range]  # replica counts of each expert that may be optimal
     ranks: list[int]  # live, with slots
@@ -175,11 +175,14 @@ def layer_of(problem: Problem, number: int, start: IntArray) -> ExactLayer:
         ConfigError: more choices than can be searched.
     """
     topology = problem.topology
-    work = problem.scaled[number]
+    work = problem.weighed[number]
+    work = work[work.sum(axis=1) > 0]
+    if len(work):  # the plain mean of what remains is the weighted mean
+        work = work * (topology.rank_speed[topology.serving].sum() * len(work) / work.sum())
     ranks: list[int] = np.flatnonzero(topology.serving).tolist()
     grouped = keeps_groups(topology, problem.num_groups, problem.num_experts)
     layer = ExactLayer(
-        work[work.sum(axis=1) > 0],
+        work,
         start,
         _counts(work, start, topology, ranks),
         ranks,

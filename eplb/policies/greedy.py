@@ -57,7 +57,10 @@ def refined(problem: Problem) -> IntArray:
     demand = problem.demand
     if len(demand.weight) > 1:
         # The busiest rank of a window is decided by what its experts get at most, not on average.
-        risk = problem.total + RISK * len(problem.work) * problem.work.std(axis=0)
+        topology, work = problem.topology, problem.scaled.transpose(1, 0, 2)  # [T, L, E]
+        variance = problem.mean_over_windows(np.square(work - problem.mean_scaled))
+        fair = problem.work.sum(axis=(0, 2)) / topology.rank_speed[topology.serving].sum()
+        risk = problem.total + RISK * np.sqrt(variance) * fair[:, None]
         held, min_gain = _swapped(problem, _packed(problem, risk)), WINDOWS_GAIN
         target = stuck = np.full(len(held), REFINED)
     else:
@@ -102,7 +105,7 @@ def _packed_by_time(problem: Problem) -> IntArray:
     """[L, S] no replicas but those that constraints require, packed by the time of each."""
     demand = problem.demand
     time = time_of(demand.tokens, demand) * demand.rate[:, None]
-    work = np.ascontiguousarray(time.mean(axis=2))
+    work = np.ascontiguousarray(time @ demand.weight)
     return _legally_packed(problem, work, least_replicas(*problem.frame), demand)
 
 

@@ -275,8 +275,14 @@ def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
     """Add a user's own policy to the table; adding the same one again changes nothing.
 
     Raises:
-        ConfigError: another policy has that name.
+        ConfigError: another policy has that name, or it is no function.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"policy name is {name!r}, expected text")
+    if not isinstance(policy, PolicyEntry) and not callable(policy):
+        raise ConfigError(
+            f"policy {name!r} is {policy!r}, expected a function from a Problem to a Placement"
+        )
     entry = _as_entry(policy)
     if POLICIES.setdefault(name, entry) != entry:
         raise ConfigError(f"policy {name!r} is registered already, expected an unused name")

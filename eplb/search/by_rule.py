@@ -80,7 +80,7 @@ def starts_for_rule(problem: Problem, fresh: Callable[[Problem], IntArray]) -> I
     plain = repaired(problem, frame, base)
     held = plain.copy()
     yield Placement(plain.astype(np.int32), problem.num_experts, generation)
-    work = np.ascontiguousarray(problem.scaled.mean(axis=1))
+    work = problem.mean_scaled
     gain = zone_bound(work, frame.zones) - zone_bound(work, problem.frame.zones)
     gain[problem.ungrouped] = np.inf
     layers = np.flatnonzero(gain > problem.price * (num_slots / 2))

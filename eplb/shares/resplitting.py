@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from eplb.core.arrays import on_host
 from eplb.core.demand import Scenarios, as_scenarios
 from eplb.core.jit import FloatArray
-from eplb.core.load import FEWEST_WINDOWS, LoadHistory, as_history, fluctuation, sampling_noises
+from eplb.core.load import FEWEST_WINDOWS, LoadHistory, as_history, fluctuation
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem, scale
 from eplb.core.topology import Topology
@@ -110,11 +110,10 @@ def best_shares(
     if trust is None:
         gain = objective[:, 0] - objective[:, 1]
         num_ranks = int(problem.topology.serving.sum())
-        chance = problem.over_parts(
-            lambda part: sampling_noises(problem.routed[part].mean(axis=0)[layers], num_ranks)
-        )
+        chance = problem.over_parts(lambda part: problem.noise_of_windows(part, num_ranks)[layers])
         noise = np.maximum(chance, _fluctuation(problem, placement, start, layers))
-        trusted = supported_part(gain, chance, noise, len(prior))
+        num_windows = problem.num_blocks + len(problem.scenario_work)
+        trusted = supported_part(gain, chance, noise, num_windows)
     # A sum of shares may exceed 1 by a rounding error.
     share[layers] = np.clip(start + trusted[..., None] * (fitted - start), 0.0, 1.0)
     return share
@@ -123,7 +122,8 @@ def best_shares(
 def share_floor(problem: Problem, placement: Placement, layers: NDArray[np.intp]) -> FloatArray:
     """[n] lower bound of the mean imbalance over the windows for any shares of these replicas."""
     topology, held = problem.topology, placement.slot_to_expert[layers].astype(np.int64)
-    return floors(np.ascontiguousarray(problem.scaled[layers]), held, ranks_of(topology))
+    work, weight = np.ascontiguousarray(problem.scaled[layers]), problem.window_weight
+    return floors(work, weight, held, ranks_of(topology))
 
 
 def shares_by_speed(placement: Placement, topology: Topology) -> NDArray[np.float64]:
@@ -173,7 +173,7 @@ def supported_part(
         gain: [L] by how much the fitted shares improve the objective on these windows.
         chance: [L] imbalance above 1 of one window if tokens are independent samples.
         noise: [L] the same estimated from the windows' differences, at least ``chance``.
-        num_windows: scenarios included.
+        num_windows: blocks of windows, and scenarios.
     """
     real = np.maximum(gain - chance, 0.0)
     noise_of_mean = noise / num_windows**0.5
@@ -191,4 +191,5 @@ def _fluctuation(
         return np.zeros(len(layers))
     split = Placement(placement.slot_to_expert[layers], placement.num_experts, 0, start)
     load = rank_load(problem.scaled[layers].transpose(1, 0, 2), split, problem.topology)
-    return problem.over_parts(lambda part: fluctuation(load[part][..., problem.topology.serving]))
+    load, tokens = load[..., problem.topology.serving], problem.routed.sum(axis=1)
+    return problem.over_parts(lambda part: fluctuation(load[part], tokens[part]))

@@ -335,7 +335,7 @@ def _busy_windows(work: FloatArray) -> IntArray:
 
 
 @kernel
-def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
+def floors(work: FloatArray, prior: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
     """[L] lower bound of the mean imbalance over windows, for any shares.
 
     The load of an expert with one live replica is fixed to a rank, and that of an expert with all
@@ -343,12 +343,12 @@ def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
 
     Args:
         work: [L, T, E] as ``Problem.scaled``.
+        prior: [T] probability of each window.
         held: [L, S] experts by slot.
         ranks: where slots are, and which ranks are dead.
     """
     node = ranks.node
     floor = np.ones(len(held))
-    prior = np.ones(work.shape[1])
     speed = np.zeros(node.max() + 1)
     for rank in range(len(node)):
         if ranks.zone[rank] >= 0:
@@ -356,17 +356,18 @@ def floors(work: FloatArray, held: IntArray, ranks: Ranks) -> FloatArray:
     for layer in range(len(held)):
         split = split_by_speed(work[layer], prior, held[layer], ranks)
         on_node = _fixed_on_nodes(split, node, len(speed))
-        num_busy = split.fixed.shape[1]
-        total = float(work.shape[1] - num_busy)  # an idle window counts as 1
-        for window in range(num_busy):
+        busy, mean = 0.0, 0.0
+        for window in _busy_windows(work[layer]):
+            busy += prior[window]
+        for window in range(len(split.prior)):
             most = 1.0
             for rank in range(len(node)):
                 most = max(most, split.fixed[rank, window])
             for number in range(len(speed)):
                 if speed[number] > 0:
                     most = max(most, on_node[number, window] / speed[number])
-            total += most
-        floor[layer] = total / work.shape[1]
+            mean += split.prior[window] * most
+        floor[layer] += busy * (mean - 1.0)  # an idle window counts as 1
     return floor
 
 

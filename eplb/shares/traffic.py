@@ -94,7 +94,7 @@ def with_less_crossing(problem: Problem, placement: Placement) -> Placement:
     )
     base = held if problem.current is None else problem.current.slot_to_expert.astype(np.int64)
     slot_map = SlotMap(problem.frame.zones.ranks, *movable(problem))
-    reduce_crossing(np.ascontiguousarray(problem.scaled), held, base, slot_map, costs)
+    reduce_crossing(problem.weighed, held, base, slot_map, costs)
     if problem.current is not None:
         held = in_place(held, problem.current.slot_to_expert, problem.topology, problem.room)
     return Placement(held.astype(np.int32), placement.num_experts, placement.generation)
@@ -169,7 +169,7 @@ def reduce_crossing(
     """Improve ``held`` [L, S] in place; return its number of moves from ``base`` [L, S].
 
     Args:
-        work: [L, T, E] as ``Problem.scaled``.
+        work: [L, T, E] as ``Problem.weighed``.
         held: experts by slot, -1 for empty.
         base: the serving placement; ``held`` itself when moves are free.
         slot_map: ranks and nodes of slots.

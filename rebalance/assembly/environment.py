@@ -28,6 +28,7 @@ from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, RankError, StoreError
 from eplb.versions import RANKS, Announcement
 from rebalance.agent import RankAgent
+from rebalance.assembly.config import NetworkConfig
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
 from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.group import (
@@ -300,7 +301,7 @@ def build_rank_from_env(
     topology = replace(deployment.topology, alive=alive)
     try:
         groups = (
-            alone(deployment.config.network)
+            alone(_network_of(deployment, rank))
             if joins
             else _joined(deployment, rank, members, device, environ)
         )
@@ -390,6 +391,18 @@ def _attendance(deployment: DeploymentDescription, rank: int, members: Sequence[
     return Attendance(rank, members, own, deployment.join_key, summary)
 
 
+def _network_of(deployment: DeploymentDescription, rank: int) -> NetworkConfig:
+    """How a rank reaches the others: by the interface of its host's address, if none is set.
+
+    gloo else takes the address of the host's name, which is 127.0.1.1 on Debian.
+    """
+    network = deployment.config.network
+    if network.interface is not None:
+        return network
+    own = deployment.hosts[int(deployment.topology.host_of_rank[rank])]
+    return replace(network, interface=interface_of(own))
+
+
 def _joined(
     deployment: DeploymentDescription,
     rank: int,
@@ -398,10 +411,7 @@ def _joined(
     environ: Mapping[str, str],
 ) -> RankGroups:
     """Join the other ranks; beside the engine's group where it has formed one."""
-    own = deployment.hosts[int(deployment.topology.host_of_rank[rank])]
-    network = deployment.config.network
-    if network.interface is None:
-        network = replace(network, interface=interface_of(own))
+    network = _network_of(deployment, rank)
     if device.type == "cuda" and network.interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", network.interface)
     mine = _attendance(deployment, rank, members)

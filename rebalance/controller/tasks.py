@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from eplb.clock import Clock
+from eplb.clock import Clock, duration_text
 from eplb.core.cost import Decision
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
@@ -221,13 +221,13 @@ class Tasks:
 def _refuse_if_it_loses(plan: Plan, proposal_id: int) -> None:
     """Refuse a plan that costs more than it saves, by the load of now."""
     cost, lost_s = plan.problem.cost, cost_s_of(plan)
-    saved_s = cost.saved_seconds(plan.before - plan.after)
-    if lost_s > saved_s:
+    gain = plan.before - plan.after
+    if lost_s > cost.saved_seconds(gain):
         raise TaskRefused(
             Refusal.LOSES,
             f"proposal {proposal_id} loses by the load of now: imbalance {plan.before:.3f} -> "
-            f"{plan.after:.3f} saves {saved_s:.3g} s in {cost.pay_back_s:g} s and costs "
-            f"{lost_s:.3g} s, expected that it saves more, or an approval that accepts the loss "
+            f"{plan.after:.3f} {cost.saving_text(gain)} and costs {duration_text(lost_s)}, "
+            "expected that it saves more, or an approval that accepts the loss "
             "(accept_loss; eplb approve --force)",
         )
 

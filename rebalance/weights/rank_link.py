@@ -29,7 +29,7 @@ from rebalance.weights.sources import Place
 from runtime.experts import ExpertBank
 from runtime.streams import Completion
 
-PROTOCOL = "eplb-ranks-2"
+PROTOCOL = "eplb-ranks-3"
 NUM_BOUNCES = 2  # one is filled while the other is copied to the device
 
 

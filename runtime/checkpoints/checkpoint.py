@@ -53,7 +53,7 @@ class Checkpoint:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with routed experts, without those of multi-token prediction."""
-        return self.config.moe_layers
+        return self.config.figures.moe_layers
 
     @property
     def mtp_layers(self) -> tuple[int, ...]:
@@ -66,16 +66,10 @@ class Checkpoint:
         Raises:
             ConfigError: figures of config.json that no model can have.
         """
-        config, layers = self.config, self.moe_layers
-        return ModelShape(
+        layers = self.moe_layers
+        return self.config.figures.shape(
             layers + self.mtp_layers if include_mtp else layers,
-            config.num_experts,
-            min(config.top_k, config.num_experts),
-            config.hidden,
-            config.intermediate,
-            config.num_shared,
-            config.num_groups,
-            expert_bytes=sum(spec.num_bytes for spec in self.schema(layers[0]).tensors),
+            sum(spec.num_bytes for spec in self.schema(layers[0]).tensors),
         )
 
     def schema(self, layer: int | None = None) -> ExpertSchema:
@@ -210,7 +204,7 @@ class Checkpoint:
 
     def _check_experts(self, layer: int, model: ModelShape, schema: ExpertSchema) -> None:
         parts = self._experts.parts(layer)
-        routes = model.num_experts + self.config.num_zero
+        routes = model.num_experts + self.config.figures.num_zero
         self._check_shape(self._router_names(layer)["weight"], (routes, model.hidden))
         self._check_sizes(layer, model)
         taken = set()

@@ -66,7 +66,8 @@ class ExpertTensors:
     """
 
     def __init__(self, files: WeightFiles, config: ModelConfig) -> None:
-        self._files, self._config = files, config
+        self._files, self._family, self._figures = files, config.family, config.figures
+        num_layers, moe_layers = config.figures.num_layers, config.figures.moe_layers
         # Experts without computation: some libraries save them, though nothing reads them.
         self._without_computation: set[str] = set()
         self._layers, prefix, layout = self._find_layers()
@@ -75,22 +76,22 @@ class ExpertTensors:
             found = self._layers
             # Some checkpoints leave these layers in the layout that they had when quantised.
             for other in (layout, *config.family.layouts) if template != prefix else ():
-                if found := self._collect(template, other, config.num_layers):
+                if found := self._collect(template, other, num_layers):
                     break
-            last = {layer: one for layer, one in found.items() if layer >= config.num_layers}
+            last = {layer: one for layer, one in found.items() if layer >= num_layers}
             self._layers |= last
             self.mtp_layers = tuple(sorted({*self.mtp_layers, *last}))
-        in_files = tuple(sorted(layer for layer in self._layers if layer < config.num_layers))
-        if in_files != config.moe_layers:
+        in_files = tuple(sorted(layer for layer in self._layers if layer < num_layers))
+        if in_files != moe_layers:
             raise CheckpointError(
                 f"{files.path / CONFIG_FILE}: routed experts in layers "
-                f"{spans(config.moe_layers) or 'none'}, expected {spans(in_files) or 'none'} as in "
+                f"{spans(moe_layers) or 'none'}, expected {spans(in_files) or 'none'} as in "
                 "the weight files"
             )
 
     def _find_layers(self) -> tuple[dict[int, _Layer], str, ExpertLayout]:
         """Layers by the first prefix and layout of the family that the index has, and those."""
-        family = self._config.family
+        family = self._family
         for prefix, layout in product(family.layers, family.layouts):
             if found := self._collect(prefix, layout, 0):
                 return found, prefix, layout
@@ -120,11 +121,11 @@ class ExpertTensors:
             number, *given, suffix = match.groups()
             expert = int(given[0]) if given else EVERY_EXPERT
             self._check_name(name, suffix, expert, layout)
-            if expert >= self._config.num_experts:
+            if expert >= self._figures.num_experts:
                 self._without_computation.add(name)
                 continue
             layer = first_layer + int(number)
-            own_prefix = prefix.format(layer=layer, mtp=layer - self._config.num_layers)
+            own_prefix = prefix.format(layer=layer, mtp=layer - self._figures.num_layers)
             found = layers.setdefault(layer, _Layer(layout, own_prefix, {}))
             found.names[expert, projection + suffix] = name
         return layers
@@ -135,7 +136,7 @@ class ExpertTensors:
                 f"{self._files.path}: tensor {name} belongs to a routed expert and has the unknown "
                 f"suffix {suffix!r}, expected one of: {', '.join(layout.suffixes)}"
             )
-        routes = self._config.num_experts + self._config.num_zero
+        routes = self._figures.num_experts + self._figures.num_zero
         if expert >= routes:
             raise CheckpointError(
                 f"{self._files.path}: tensor {name} is of expert {expert}, "
@@ -161,7 +162,7 @@ class ExpertTensors:
         return self._layer(layer).parts
 
     def _layer(self, layer: int) -> _Layer:
-        known = (*self._config.moe_layers, *self.mtp_layers)
+        known = (*self._figures.moe_layers, *self.mtp_layers)
         if layer not in known:
             raise CheckpointError(
                 f"{self._files.path}: layer {layer} has no routed experts, "
@@ -175,7 +176,7 @@ class ExpertTensors:
         Raises:
             CheckpointError: there is no such layer, expert or tensor.
         """
-        num_experts, found = self._config.num_experts, self._layer(layer)
+        num_experts, found = self._figures.num_experts, self._layer(layer)
         if not 0 <= expert < num_experts:
             raise CheckpointError(
                 f"{self._files.path}: layer {layer} has no expert {expert}, "

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
+from eplb.core.model_config import ConfigKeys, Rule
 from eplb.errors import CheckpointError, ConfigError
 
 GATE, UP, DOWN, GATE_UP = "gate_proj", "up_proj", "down_proj", "gate_up_proj"
@@ -59,35 +59,6 @@ STACKED_SUFFIXES = (
     "_input_scale",
     *SUFFIXES,
 )
-
-
-class Rule(Enum):
-    """How the value of a key in config.json says which layers have routed experts."""
-
-    FROM = "layers from this number on"
-    EVERY = "layers divisible by this number; or a list of 0 and 1, one for each layer"
-    EVERY_NTH = "every n-th layer: n - 1, 2n - 1, ..."
-    NOT_IN = "all but the listed layers"
-    ONLY_IN = "the listed layers; a list, or numbers apart by commas"
-    TYPES = 'a type for each layer; "dense" has none'
-
-
-@dataclass(frozen=True)
-class ConfigKeys:
-    """Keys of config.json; the first of each tuple that is there counts.
-
-    A layer has routed experts where every rule whose key is there says so.
-    """
-
-    num_experts: tuple[str, ...]
-    intermediate: tuple[str, ...]  # width of one routed expert
-    top_k: tuple[str, ...] = ("num_experts_per_tok",)
-    hidden: tuple[str, ...] = ("hidden_size",)
-    num_layers: tuple[str, ...] = ("num_hidden_layers",)
-    moe_layers: tuple[tuple[Rule, str], ...] = ()
-    num_groups: tuple[str, ...] = ()
-    num_shared: tuple[str, ...] = ()
-    num_zero: tuple[str, ...] = ()  # experts without computation: they take no slot and no bytes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.launch import expect, kernel
+from runtime.memory import LANE_BYTES, LANES_AT_ONCE, MIX_FIRST, MIX_SECOND
 
-LANE_BYTES = 4
 LANES_PER_BLOCK = 2048
 BLOCKS_PER_PROGRAM = 4  # a program ends with two atomic additions: few enough not to queue
 
@@ -23,8 +23,8 @@ def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
     Args:
         records: [n, record_bytes] uint8; rows may lie apart (slots of an arena), but start at and
             consist of whole 32-bit lanes.
-        out: [n, 2] int64: the sum of a record's int32 lanes, and the sum of lanes times their
-            positions from 1 on, both modulo 2**64.
+        out: [n, 2] int64: the sum of a record's int32 lanes, and the sum of lanes times the weights
+            of their places (``runtime/memory.py``), both modulo 2**64.
     """
     expect("records", records, torch.uint8, (None, None), (None, 1))
     expect("out", out, torch.int64, (len(records), 2))
@@ -47,8 +47,20 @@ def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
         NUM_LANES=num_lanes,
         BLOCK=LANES_PER_BLOCK,
         BLOCKS=BLOCKS_PER_PROGRAM,
+        WEIGHTS=LANES_AT_ONCE,
+        FIRST=MIX_FIRST,
+        SECOND=MIX_SECOND,
         num_warps=8,
     )
+
+
+@kernel()
+def _mixed(numbers: tl.tensor, FIRST: tl.constexpr, SECOND: tl.constexpr) -> tl.tensor:
+    """``runtime.memory.mixed``, of unsigned numbers of 32 bits."""
+    spread = numbers * tl.full(numbers.shape, FIRST, tl.uint32)
+    spread = spread ^ (spread >> 15)
+    spread = spread * tl.full(numbers.shape, SECOND, tl.uint32)
+    return spread ^ (spread >> 13)
 
 
 @kernel("out")
@@ -59,6 +71,9 @@ def _digest(
     NUM_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
 ) -> None:
     record = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK * BLOCKS
@@ -68,6 +83,9 @@ def _digest(
         index = first + block * BLOCK + tl.arange(0, BLOCK)
         lane = tl.load(lanes + record * record_stride + index, mask=index < NUM_LANES, other=0)
         plain += lane.to(tl.int64)
-        weighted += lane.to(tl.int64) * (index + 1).to(tl.int64)
+        place = (index % WEIGHTS + 1).to(tl.uint32)
+        weighted += lane.to(tl.int64) * _mixed(place, FIRST, SECOND).to(tl.int64)
+    # A program's lanes are of one block of weights.
+    factor = _mixed((index // WEIGHTS + 1).to(tl.uint32), FIRST, SECOND).to(tl.int64) | 1
     tl.atomic_add(out + 2 * record, tl.sum(plain, 0), sem="relaxed")
-    tl.atomic_add(out + 2 * record + 1, tl.sum(weighted, 0), sem="relaxed")
+    tl.atomic_add(out + 2 * record + 1, tl.sum(weighted * factor, 0), sem="relaxed")

@@ -15,7 +15,7 @@ from typing import Any
 
 from eplb.packages import needed_for
 from simulations.report import TextTable
-from telemetry.formats.bounded import write_atomically
+from telemetry.written_files import write_atomically
 
 # Told apart by people who see colours differently, on white and on black (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

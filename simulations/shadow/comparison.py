@@ -31,6 +31,7 @@ from eplb.measure import imbalance
 from simulations.replay import in_order
 from simulations.schemes import Course, PlanTerms, as_served
 from simulations.shadow.sources import ObservedWindow, Skips
+from simulations.verdict import Judge
 from telemetry.load.drift import LOOK_BACK
 
 EnginePlans = Literal["auto", "maps", "deepseek", "none"]
@@ -102,6 +103,7 @@ class Comparison:
     engine: EngineSide | None = None
     ours: list[Variant] = field(default_factory=list)
     num_windows: int = 0
+    judge: Judge | None = None
     _first: ObservedWindow | None = None  # later windows must be of its model and group
     _seen: list[NDArray[np.int64]] = field(default_factory=list)
     _tokens: float = 0.0  # routed in a layer, all windows
@@ -124,6 +126,8 @@ class Comparison:
             return False
         engine = self.engine
         assert engine is not None, "begun"
+        assert self.judge is not None, "begun"
+        self.judge.add(tokens)
         if engine.plans == "maps" and window.held is not None:
             engine.serving = window.held
         if self.num_windows:
@@ -181,6 +185,11 @@ class Comparison:
             as_served(start, own)  # refuses a map that the rule cannot serve
             course = Course(own, group.policy, start)
             self.ours.append(Variant(number, course, Account(own, start)))
+        num_ranks = terms.topology.num_ranks
+        least = -num_experts % num_ranks  # slots that equal ranks have in any case
+        more = max((redundant - least) // num_ranks, 1) * num_ranks
+        plain, wide = (self._terms(window, number) for number in (least, least + more))
+        self.judge = Judge(plain, wide, group.policy, group.every)
 
     def _refusal(self, window: ObservedWindow) -> tuple[str, str] | None:
         """Why a window is not of the model and the group of the first one: the kind, a sentence."""
@@ -272,6 +281,7 @@ class Account:
     worst: float = 1.0  # one layer in one window
     rebalances: int = 0
     _imbalance: list[float] = field(default_factory=list)  # [T] mean over layers
+    _tokens: list[int] = field(default_factory=list)  # [T]
     _received: list[int] = field(default_factory=list)  # [T] experts, from another rank
     _seconds: list[float] = field(default_factory=list)  # [T] of serving that moves take
     _shown: Placement | None = None  # ``serving`` as the engine's rule serves it
@@ -286,6 +296,7 @@ class Account:
         found = imbalance(tokens, self._shown, self.terms.topology)
         self.worst = max(self.worst, float(found.max()))
         self._imbalance.append(float(found.mean()))
+        self._tokens.append(int(tokens.sum()))
         self._received.append(received)
         self._seconds.append(seconds)
 
@@ -308,6 +319,11 @@ class Account:
     def imbalance(self) -> Series:
         """[T] of the judged windows, mean over layers."""
         return np.array(self._imbalance)
+
+    @property
+    def tokens(self) -> Series:
+        """[T] of the judged windows, of all layers."""
+        return np.array(self._tokens, dtype=np.float64)
 
     @property
     def received(self) -> Series:

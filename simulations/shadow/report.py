@@ -1,28 +1,18 @@
-"""What a comparison found: JSON for programs, a table and sentences for the terminal.
-
-A difference of windows has an interval by a bootstrap over blocks of windows: neighbouring windows
-resemble each other, and an interval from single ones would be too narrow. Blocks of about the
-square root of their number are drawn, as if the windows stood in a circle. Few blocks underestimate
-the spread, so the interval is widened as Student's distribution is against the normal one, with one
-degree of freedom less than blocks.
-
-Shapes:  T windows.
-"""
+"""What a comparison found: JSON for programs, a table and sentences for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from eplb.core.cost import NOMINAL_BYTES
 from eplb.core.load import sampling_noise
 from eplb.errors import counted
+from simulations.differences import Difference, difference_of
 from simulations.report import TextTable, percentile, text_of
 from simulations.shadow.comparison import Account, Comparison, EngineSide, Variant
+from simulations.windows import mean_by_tokens
 
 SCHEMA = "eplb-shadow/1"
 UNTOLD = ("no difference", "too few windows")
@@ -85,7 +75,10 @@ def report(comparison: Comparison, prices: Prices, notes: Iterable[str]) -> dict
         },
         "ours": [_ours(comparison, engine, one, prices) for one in comparison.ours],
     }
-    found["sentences"] = _sentences(found, comparison)
+    assert comparison.judge is not None, "begun with the first window"
+    verdict = comparison.judge.verdict
+    found["verdict"] = verdict.to_dict()
+    found["sentences"] = [*_sentences(found, comparison), f"verdict: {verdict.sentence}"]
     return found
 
 
@@ -93,7 +86,7 @@ def _figures(account: Account) -> dict[str, Any]:
     series, moved = account.imbalance, int(account.received.sum())
     has = bool(len(series))
     return {
-        "imbalance_mean": float(series.mean()) if has else None,
+        "imbalance_mean": mean_by_tokens(series, account.tokens) if has else None,
         "imbalance_p95": percentile(series, 95),
         "imbalance_max_layer": account.worst if has else None,
         "imbalance_series": [round(value, 6) for value in series.tolist()],
@@ -135,7 +128,10 @@ def _ours(
 def _differences(theirs: Account, ours: Account, prices: Prices) -> dict[str, Difference]:
     """What is judged over windows, each with its interval; what is not known is left out."""
     seed, cost = theirs.terms.seed, theirs.terms.cost
-    gain, seconds = theirs.imbalance - ours.imbalance, theirs.seconds - ours.seconds
+    # A window's imbalance costs time in proportion to its tokens; the mean of these is by tokens.
+    part = ours.tokens / max(float(ours.tokens.mean()), 1e-300) if len(ours.tokens) else 1.0
+    gain = (theirs.imbalance - ours.imbalance) * part
+    seconds = theirs.seconds - ours.seconds
     found = {
         "imbalance": difference_of(gain, seed, least=LEAST_IMBALANCE),
         "move_seconds": difference_of(seconds, seed, least=LEAST_SECONDS),
@@ -202,9 +198,9 @@ def table(found: dict[str, Any]) -> TextTable:
         f"{found['dispatch']}; chance alone makes {found['noise_floor']:.3f}"
     )
     caption = (
-        "mean, p95: imbalance over windows; worst: one layer in one window; plans: rebalances that "
-        "move; experts, GB: to other ranks; s: of moves; net s: serving time won less moves, "
-        "against the engine; KV GB: freed on a rank against the engine's slots"
+        "mean, p95: imbalance over windows, the mean by tokens; worst: one layer in one window; "
+        "plans: rebalances that move; experts, GB: to other ranks; s: of moves; net s: serving "
+        "time won less moves, against the engine; KV GB: freed on a rank against the engine's slots"
     )
     headings = ["placements", "mean", "p95", "worst", "plans", "experts"]
     headings += ["GB", "s", "net s", "KV GB"]
@@ -232,81 +228,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
 
 def text_below(found: dict[str, Any]) -> list[str]:
     """The sentences below the table."""
-    lines = list(found["sentences"])
+    *lines, last = found["sentences"]  # what is to be done stands at the end
     for kind, one in found["windows"]["skipped"].items():
         lines.append(f"skipped: {one['count']} x {kind}; the first: {one['first']}")
-    return [*lines, *(f"note: {note}" for note in found["notes"])]
-
-
-FEWEST = 8  # judged windows, below which nothing is concluded
-DRAWS = 2000
-LEVEL = 0.95
-
-Verdict = Literal["better", "worse", "no difference", "cannot tell", "too few windows"]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference over windows, the engine's less ours: above 0 is a gain."""
-
-    mean: float
-    interval: tuple[float, float] | None  # None: too few windows
-    num_windows: int
-    verdict: Verdict
-
-    @property
-    def sentence(self) -> str:
-        """The verdict with what it stands on."""
-        if self.interval is None:
-            return f"too few windows to tell: {self.num_windows}, expected {FEWEST} or more"
-        low, high = self.interval
-        found = f"{self.mean:+.4g}, {LEVEL:.0%} interval {low:+.4g} to {high:+.4g}"
-        if self.verdict == "cannot tell":
-            return f"cannot tell after {self.num_windows} windows ({found}){self._more()}"
-        return f"{self.verdict} ({found}, {self.num_windows} windows)"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        low, high = self.interval or (None, None)
-        figures = {"mean": self.mean, "low": low, "high": high, "windows": self.num_windows}
-        return figures | {"verdict": self.verdict, "sentence": self.sentence}
-
-    def _more(self) -> str:
-        """How many windows would tell if the mean stays, the interval narrowing as their root."""
-        if self.interval is None or not self.mean:
-            return ""
-        half = (self.interval[1] - self.interval[0]) / 2
-        needed = int(np.ceil(min(self.num_windows * (half / self.mean) ** 2, 1e9)))
-        return f"; about {max(needed, self.num_windows + 1):,} would tell"
-
-
-def difference_of(series: NDArray[np.float64], seed: int, *, least: float) -> Difference:
-    """Judge differences [T] of windows; smaller ones than ``least`` are none."""
-    count = len(series)
-    mean = float(series.mean()) if count else 0.0
-    if count < FEWEST:
-        return Difference(mean, None, count, "too few windows")
-    low, high = _interval(series, seed)
-    verdict: Verdict = "cannot tell"
-    if max(abs(low), abs(high)) < least:
-        verdict = "no difference"
-    elif low > 0 or high < 0:
-        verdict = "better" if low > 0 else "worse"
-    return Difference(mean, (low, high), count, verdict)
-
-
-def _interval(series: NDArray[np.float64], seed: int) -> tuple[float, float]:
-    from scipy.special import ndtri, stdtrit  # late: every start of the command line pays for it
-
-    count = len(series)
-    length = round(count**0.5)
-    blocks = count / length
-    begin = np.random.default_rng(seed).integers(0, count, size=(DRAWS, -(-count // length)))
-    index = (begin[:, :, None] + np.arange(length)) % count
-    means = series[index.reshape(DRAWS, -1)[:, :count]].mean(axis=1)
-    tail = (1 - LEVEL) / 2
-    freedom = max(blocks - 1, 1.0)
-    wider = stdtrit(freedom, 1 - tail) / ndtri(1 - tail) * np.sqrt(blocks / freedom)
-    mean = series.mean()
-    low, high = mean + wider * (np.quantile(means, [tail, 1 - tail]) - mean)
-    return float(low), float(high)
+    return [*lines, *(f"note: {note}" for note in found["notes"]), last]

@@ -9,7 +9,6 @@ Shapes:  L MoE layers, E experts, P physical slots.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import SEEK_END
@@ -29,7 +28,8 @@ from telemetry import file_of, open_store
 from telemetry.formats.bounded import reading
 from telemetry.formats.engines import sglang
 from telemetry.formats.engines.vllm import MAX_LINE_BYTES, Step, StepLines, current_of
-from telemetry.formats.table import STORE_SUFFIXES, read
+from telemetry.formats.intake import order_of
+from telemetry.formats.table import STORE_SUFFIXES, read, read_dump
 from telemetry.formats.types import Layers, LoadFile, ReadOptions, resolve, rows_in_order
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, model_and_topology
@@ -119,7 +119,6 @@ def open_source(places: Sequence[str], options: SourceOptions) -> WindowSource:
 
 SUFFIXES = {".pt", ".json", ".csv", ".npz", ".npy", ".yaml", ".yml"}
 DUMP_FOLDERS = ("meta_info.json", "*manifest.json")  # one of these inside: the folder is one dump
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 class FileSource:
@@ -141,13 +140,13 @@ class FileSource:
 
     def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows of files that are new and complete."""
-        found = sorted(self._found(), key=_order)
+        found = sorted(self._found(), key=order_of)
         rank_files: list[Path] = []
         for path in found:
             if path.suffix == ".jsonl" and self._options.input_format in (None, "vllm-load"):
                 yield from self._of_lines(path, is_last=is_last)
             elif self._is_ready(path, is_last=is_last):
-                if path.is_file() and sglang.RANK_FILE.fullmatch(path.name):
+                if path.is_file() and _rank_of(path) is not None:
                     rank_files.append(path)
                 else:
                     yield from self._of_file([path])
@@ -186,9 +185,7 @@ class FileSource:
         """Dumps of one file a rank: the n-th file of every rank is of the n-th dump."""
         by_rank: dict[int, list[Path]] = {}
         for path in paths:
-            match = sglang.RANK_FILE.fullmatch(path.name)
-            assert match is not None, "matched before"
-            by_rank.setdefault(int(match["rank"][:9]), []).append(path)
+            by_rank.setdefault(_rank_of(path) or 0, []).append(path)
         num_ranks = self._options.num_ranks or max(by_rank, default=-1) + 1
         while by_rank and all(by_rank.get(rank) for rank in range(num_ranks)):
             yield from self._of_file([by_rank[rank].pop(0) for rank in range(num_ranks)])
@@ -205,8 +202,7 @@ class FileSource:
         self.skips.by_item.pop(name, None)
         try:
             if len(paths) > 1:
-                with reading(paths[0], "a dump"):
-                    found: Any = sglang.read_rank_files(paths, self._options.read)
+                found: Any = read_dump(paths, self._options.read)
             else:
                 found = read(name, self._options.read, self._options.input_format)
         except EplbError as exc:
@@ -243,9 +239,10 @@ def _stamp(path: Path) -> tuple[int, int]:
     return sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
 
 
-def _order(path: Path) -> tuple[list[float], str]:
-    """By the numbers in the name: load_9 before load_10."""
-    return [float(one) for one in NUMBER.findall(path.stem[:100])], path.name
+def _rank_of(path: Path) -> int | None:
+    """The rank of a file of SGLang's recorder; None: it is no file of one rank."""
+    name = sglang.DUMP_FILE.fullmatch(path.name)
+    return None if name is None or name["rank"] is None else int(name["rank"][:9])
 
 
 class LineWindows:

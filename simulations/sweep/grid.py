@@ -48,7 +48,7 @@ class SweepSettings:
 
     load: str  # ``generated:...``, or the digest of recorded windows
     software: str  # the digest of ``software``
-    model: str | None = None  # a known one: gives sizes of experts
+    model: str | None = None  # a known one, or a config.json: gives sizes of experts
     hardware: str | None = None  # None: imbalance alone, no times
     is_prefill: bool = False
     other_us: float = 0.0
@@ -56,6 +56,7 @@ class SweepSettings:
     past_windows: int = 16
     ranks_per_node: int = 8
     precision: str | None = None  # precision of the experts; None: that of the model's checkpoint
+    model_digest: str = ""  # of the model's config.json; "": a known model
 
     def __post_init__(self) -> None:
         for name in ("past_windows", "ranks_per_node"):

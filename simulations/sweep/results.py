@@ -20,7 +20,7 @@ from eplb.packages import needed_for
 from simulations.replay import labelled
 from simulations.report import TextTable
 from simulations.sweep.grid import SweepTask
-from telemetry.formats.bounded import write_atomically
+from telemetry.written_files import write_atomically
 
 SCHEMA, SCHEMA_KEY = 2, b"eplb.sweep.schema"
 

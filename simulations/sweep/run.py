@@ -27,7 +27,6 @@ from queue import Empty, SimpleQueue
 from threading import Thread, Timer
 
 from eplb.core.dispatch import DispatchRule
-from eplb.core.model import preset
 from eplb.errors import ConfigError, EplbError
 from eplb.packages import needed_for
 from simulations.inputs import even_topology, model_of, step_model_of
@@ -37,6 +36,7 @@ from simulations.replay import Scenario, replay_all
 from simulations.report import summary
 from simulations.sweep.grid import Load, Recorded, SweepTask, software
 from simulations.sweep.results import Results, Row, write_rows
+from telemetry.formats.model_config import model_by_name, model_digest
 
 TRIES = 2  # attempts at a task whose worker dies
 TASK_S = 3600.0  # a task of 24 h of windows took 2 minutes
@@ -308,12 +308,17 @@ def run_task(load: Load, task: SweepTask) -> Row:
 
 def _scenario(load: Load, task: SweepTask) -> Scenario:
     settings = task.settings
+    if settings.model is not None and model_digest(settings.model) != settings.model_digest:
+        raise ConfigError(
+            f"{settings.model} is another file than when the sweep started, expected the same one "
+            "on all hosts"
+        )
     if software() != settings.software:
         raise ConfigError(
             "this worker runs other software than the command that started the sweep: expected "
             "the same version of eplb, numpy, scipy, numba and ortools on all hosts"
         )
-    model = preset(settings.model) if settings.model is not None else None
+    model = None if settings.model is None else model_by_name(settings.model)
     if model is not None and settings.precision is not None:
         model = model.with_precision(settings.precision)
     windows = load.windows(task.seed, model)

@@ -1,4 +1,4 @@
-"""Untrusted files read with limits, JSON checked as it is taken apart, files written atomically.
+"""Untrusted files read with limits, and JSON checked as it is taken apart.
 
 Every reader runs inside ``reading``: what libraries raise on damaged input becomes one sentence
 that names the file.
@@ -9,13 +9,11 @@ the size that the array's header declares, and the number of bytes present. Noth
 
 from __future__ import annotations
 
-import hashlib
+import csv
 import json
 import math
-import os
 import re
 import struct
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -27,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.bounded_json import decode_json
-from eplb.errors import ConfigError, EplbError, HistoryError
+from eplb.errors import EplbError, HistoryError
 
 MAX_TEXT_BYTES = 64 * 2**20  # of a JSON, YAML or CSV file; 61 x 320 slots take 0.1 MB
 MAX_FILE_BYTES = 64 * 2**30
+MOST_EXACT = 2**53  # floats below are exact whole numbers
 DAMAGED = (
     OSError,
     ValueError,
@@ -42,6 +41,7 @@ DAMAGED = (
     MemoryError,
     ArithmeticError,
     SyntaxError,
+    csv.Error,
     struct.error,
     zipfile.BadZipFile,
     zlib.error,
@@ -59,6 +59,8 @@ def reading(path: Path, as_what: str) -> Iterator[None]:
         yield
     except EplbError as exc:
         text = " ".join(str(exc).split())
+        if "expected" not in text:
+            text = f"{text}, expected {as_what}"
         if str(path) in text and text == str(exc):
             raise
         raise type(exc)(text if str(path) in text else f"{path}: {text}") from exc
@@ -68,7 +70,7 @@ def reading(path: Path, as_what: str) -> Iterator[None]:
         raise HistoryError(f"{path} needs too much memory as {as_what}") from exc
     except DAMAGED as exc:
         why = " ".join(str(exc).split())[:200] or type(exc).__name__
-        raise HistoryError(f"{path} cannot be read as {as_what}: {why}") from exc
+        raise HistoryError(f"{path} cannot be read: {why}, expected {as_what}") from exc
 
 
 def check_regular(path: Path) -> int:
@@ -116,11 +118,13 @@ def member(record: Any, key: str, kind: type | tuple[type, ...], where: str) -> 
 
 
 def whole_number(value: Any, where: str, low: int = 0, high: int = 2**31 - 1) -> int:
-    """A whole number within limits.
+    """A whole number within limits; 9e2 is one.
 
     Raises:
         HistoryError: anything else.
     """
+    if _is_whole(value):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         shown = value if isinstance(value, int) and abs(value) < 10**18 else _named(value)
         raise HistoryError(f"{where} is {shown}, expected {low}..{high}")
@@ -129,6 +133,8 @@ def whole_number(value: Any, where: str, low: int = 0, high: int = 2**31 - 1) ->
 
 def int_array(value: Any, ndim: tuple[int, ...] | int, where: str) -> NDArray[np.int64]:
     """Nested lists of whole numbers as an array; every list of a level has the same length.
+
+    162554.0 and 9e2 are whole numbers.
 
     Raises:
         HistoryError: fractions, text, lists of different lengths, or another number of axes.
@@ -150,20 +156,29 @@ def int_array(value: Any, ndim: tuple[int, ...] | int, where: str) -> NDArray[np
             raise HistoryError(f"{where}: lists of different lengths, expected {tuple(shape)}")
         flat = [item for one in flat for item in one]
     if set(map(type, flat)) != {int}:
-        raise HistoryError(f"{where}: found other values than whole numbers")
+        for index, item in enumerate(flat):
+            if type(item) is not int and not _is_whole(item):
+                place = np.unravel_index(index, shape)
+                at = "".join(f"[{number}]" for number in place)
+                raise HistoryError(f"{where}{at} is {_named(item)}, expected a whole number")
+        flat = list(map(int, flat))
     try:
         return np.array(flat, dtype=np.int64).reshape(shape)
     except OverflowError as exc:
         raise HistoryError(f"{where}: a number does not fit 64 bits") from exc
 
 
-def check_whole(
+def _is_whole(value: Any) -> bool:
+    return type(value) is float and value.is_integer() and abs(value) < MOST_EXACT
+
+
+def whole_array(
     values: Any, shape: tuple[int | None, ...], where: str, low: int = 0, high: int = 2**48
-) -> None:
-    """Refuse what is no array of whole numbers of a shape, within limits; None: any length.
+) -> NDArray[Any]:
+    """An array of whole numbers of a shape, within limits; None: any length. Floats become int64.
 
     Raises:
-        HistoryError: it is not.
+        HistoryError: it is none.
     """
     found: tuple[int, ...] = getattr(values, "shape", ())
     if len(found) != len(shape) or any(
@@ -171,31 +186,16 @@ def check_whole(
     ):
         wanted = ", ".join("any" if length is None else str(length) for length in shape)
         raise HistoryError(f"{where} has shape {found}, expected integers [{wanted}]")
+    kind = values.dtype.kind
+    is_whole = kind == "f" and np.isfinite(values).all() and not np.mod(values, 1).any()
+    if is_whole and np.abs(values).max(initial=0) < MOST_EXACT:
+        values = values.astype(np.int64)
     if values.dtype.kind not in "iu":
         raise HistoryError(f"{where} is of {values.dtype}, expected whole numbers")
     if values.size and not (values.min() >= low and values.max() <= high):
         raise HistoryError(f"{where} has {values.min()}..{values.max()}, expected {low}..{high}")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file, or leave what was there.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    unfinished = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            unfinished = Path(file.name)
-            file.write(data)
-        unfinished.chmod(0o666 & ~_umask())
-        unfinished.replace(path)
-    except OSError as exc:
-        if unfinished is not None:
-            unfinished.unlink(missing_ok=True)
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+    found_values: NDArray[Any] = values
+    return found_values
 
 
 def to_json(record: Mapping[str, Any]) -> bytes:
@@ -210,12 +210,6 @@ def _as_rows(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _named(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "text", type(None): "null"}.get(
         type(value), type(value).__name__
@@ -225,14 +219,6 @@ def _named(value: Any) -> str:
 def _kinds(kind: type | tuple[type, ...]) -> str:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     return " or ".join(one.__name__ for one in kinds)
-
-
-def file_digest(path: Path) -> str:
-    """A file's hash as a remark; nothing for a folder, whose manifest has it."""
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return f" (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
 
 
 MAX_RATIO = 50  # unpacked over packed bytes; recorded routing packs to a tenth

@@ -6,19 +6,21 @@
 
 The last two express all that ``PlacementFile`` and ``LoadFile`` hold, and are read back identical.
 Rows of a table are MoE layers in order unless the file numbers them: ``layer_ids`` in JSON and
-``.npz``, a first column ``layer`` in CSV.
+``.npz``, a column ``layer`` in CSV.
 
 Shapes:  T windows, L MoE layers, E experts, P slots, n records.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,16 @@ from eplb.errors import HistoryError, PlacementError, StoreError
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import (
     check_regular,
-    check_whole,
     int_array,
     member,
     read_arrays,
     read_json,
-    read_npy,
     read_text_bytes,
     to_json,
+    whole_array,
     whole_number,
 )
+from telemetry.formats.routing import layers_of, unread_keys
 from telemetry.formats.types import (
     Axis,
     Layers,
@@ -51,9 +53,9 @@ from telemetry.formats.types import (
     ReadOptions,
     StepSums,
     as_layers,
+    check_cells,
+    cut_unlike,
     resolve,
-    rows_in_order,
-    summed_windows,
 )
 from telemetry.load.folder import history
 from telemetry.load.reader import RunReader
@@ -61,12 +63,18 @@ from telemetry.state.store import StateStore
 
 ULTRA_EP = "ultra_ep_trace_v1"
 MAX_CHUNKS = 100_000
-FIGURE = re.compile(r"\d{1,18}")
+WHOLE = re.compile(r"[+]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?")  # 162554.0 and 9e2 too
+LAYER_NAMES = {"layer", "layer_id", "layer_idx", "layer_index"}
+EXPERT_NAMES = {"expert", "expert_id", "expert_idx", "expert_index"}
+COUNT_NAMES = {"count", "counts", "tokens", "num_tokens", "token_count", "load"}
+LABEL = re.compile(r"(?:[A-Za-z]+[ _-]?)?(?:id[ _-]?)?(\d{1,6})")
 
 
-def read_array(path: Path, options: ReadOptions) -> LoadFile:
-    """Read a ``.npy`` file [L, E] or [T, L, E]."""
-    return _load_file(read_npy(path), None, options)
+def of_array(values: Any, path: Path, options: ReadOptions) -> LoadFile:
+    """The load of an array [L, E] or [T, L, E] that was read already."""
+    if not isinstance(values, np.ndarray):
+        raise HistoryError(f"found {type(values).__name__}, expected a tensor [layers, experts]")
+    return _load_file(values, None)
 
 
 def read_npz(path: Path, options: ReadOptions) -> LoadFile:
@@ -74,21 +82,20 @@ def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     arrays, names = read_arrays(path, ("load", "layer_ids"))
     if "load" not in arrays:
         raise HistoryError(f"the file holds {names}, expected load")
-    ids = arrays.get("layer_ids")
-    if ids is not None:
-        check_whole(ids, (None,), "layer_ids")
-    return _load_file(arrays["load"], None if ids is None else ids.tolist(), options)
+    found = _load_file(arrays["load"], arrays.get("layer_ids"))
+    return replace(found, notes=(*found.notes, *unread_keys(path)))
 
 
 def read_counts(path: Path, options: ReadOptions) -> LoadFile:
     """Read ``{"counts": [[...]], "layer_ids": [...]}``, or the nested lists alone."""
     record = read_json(path)
     if isinstance(record, list):
-        return _load_file(int_array(record, (2, 3), "the file"), None, options)
+        return _load_file(int_array(record, (2, 3), "the file"), None)
     counts = int_array(member(record, "counts", list, "the file"), (2, 3), "counts")
     ids = record.get("layer_ids")
-    found = None if ids is None else int_array(ids, 1, "layer_ids").tolist()
-    return _load_file(counts, found, options)
+    found = _load_file(counts, None if ids is None else int_array(ids, 1, "layer_ids"))
+    unread = ", ".join(sorted(record.keys() - {"counts", "layer_ids"}))[:80]
+    return replace(found, notes=(*found.notes, *([f"not read: {unread}"] if unread else [])))
 
 
 def write_counts(file: LoadFile) -> tuple[bytes, tuple[str, ...]]:
@@ -100,54 +107,145 @@ def write_counts(file: LoadFile) -> tuple[bytes, tuple[str, ...]]:
 
 
 def read_csv(path: Path, options: ReadOptions) -> LoadFile:
-    """Read a row of whole numbers for each layer; a header line is allowed.
+    """Read a row of whole numbers for each layer, or a row for each layer and expert.
 
-    The first column is the layer's number where the header's first cell is ``layer``.
+    Without a header, rows are layers and columns experts, both in order. A header names experts by
+    their numbers, and may begin with ``layer``; or it names layer, expert and count alone.
     """
-    lines = [line for line in read_text_bytes(path).decode().splitlines() if line.strip()]
-    cells = [[cell.strip() for cell in line.split(",")] for line in lines]
+    names, counts = _csv_cells(path)
+    if not names:
+        _check_no_labels(counts)
+        return _load_file(counts, None)
+    if _is_long(names):
+        return _long_table(counts, names, options)
+    has_ids = names[0] in LAYER_NAMES
+    order = _experts_of(names[has_ids:])
+    return _load_file(counts[:, has_ids:][:, order], counts[:, 0].tolist() if has_ids else None)
+
+
+def read_long(paths: Sequence[Path], options: ReadOptions) -> LoadFile | None:
+    """The sum of tables in long form, a file for each rank; None: they are tables in rows."""
+    parts = [_csv_cells(path) for path in paths]
+    if not any(_is_long(names) for names, _ in parts):
+        return None
+    names = parts[0][0]
+    for path, (others, _) in zip(paths, parts, strict=True):
+        if others != names or "rank" in others:
+            raise HistoryError(f"{path.name} has {', '.join(others)[:80]}, expected a file a rank")
+    ranks = [np.full((len(rows), 1), rank) for rank, (_, rows) in enumerate(parts)]
+    rows = np.concatenate(
+        [np.hstack((rows, rank)) for (_, rows), rank in zip(parts, ranks, strict=True)]
+    )
+    found = _long_table(rows, [*names, "rank"], options)
+    return replace(found, notes=(f"{len(paths)} files are summed: one of each rank",))
+
+
+def _is_long(names: list[str]) -> bool:
+    return {"layer", "expert", "count"} <= {_role(name) for name in names}
+
+
+def _csv_cells(path: Path) -> tuple[list[str], NDArray[np.int64]]:
+    """Names of the columns, none without a header, and the numbers below."""
+    lines = read_text_bytes(path).decode("utf-8-sig").splitlines()
+    cells = [[cell.strip() for cell in row] for row in csv.reader(lines) if "".join(row).strip()]
     if not cells:
         raise HistoryError("no line, expected a row for each layer")
-    has_header = not all(map(FIGURE.fullmatch, cells[0]))
-    has_ids = has_header and cells[0][0].lower() == "layer"
-    rows = cells[1:] if has_header else cells
+    first, has_header = cells[0], not all(map(WHOLE.fullmatch, cells[0]))
+    rows = cells[has_header:]
     for number, row in enumerate(rows, start=1 + has_header):
-        if len(row) != len(cells[0]) or not all(map(FIGURE.fullmatch, row)):
-            raise HistoryError(
-                f"row {number} is no list of {len(cells[0])} whole numbers, expected one"
-            )
-    if not rows or len(rows[0]) <= has_ids:
+        if len(row) != len(first):
+            raise HistoryError(f"row {number} has {len(row)} cells, expected {len(first)}")
+    table = [
+        [_whole_cell(cell, number, column) for column, cell in enumerate(row, start=1)]
+        for number, row in enumerate(rows, start=1 + has_header)
+    ]
+    if not table:
         raise HistoryError("no row of counts, expected one for each layer")
-    table = np.array([[int(cell) for cell in row] for row in rows], dtype=np.int64)
-    ids = table[:, 0].tolist() if has_ids else None
-    return _load_file(table[:, has_ids:], ids, options)
+    names = [name.lower() for name in first] if has_header else []
+    return names, np.array(table, dtype=np.int64)
 
 
-def _load_file(counts: NDArray[Any], ids: list[int] | None, options: ReadOptions) -> LoadFile:
+def _whole_cell(cell: str, row: int, column: int) -> int:
+    value = Decimal(cell) if WHOLE.fullmatch(cell) and len(cell) < 40 else None
+    if value is None or value != value.to_integral_value() or value >= 10**18:
+        raise HistoryError(
+            f"row {row}, column {column} is {cell[:20]!r}, expected a whole number from 0"
+        )
+    return int(value)
+
+
+def _role(name: str) -> str:
+    roles = {"layer": LAYER_NAMES, "expert": EXPERT_NAMES, "count": COUNT_NAMES}
+    return next((role for role, names in roles.items() if name in names), name)
+
+
+def _experts_of(labels: list[str]) -> NDArray[np.int64]:
+    """Columns in order of the experts that a header names."""
+    numbers = [int(name[1]) if (name := LABEL.fullmatch(label)) else -1 for label in labels]
+    if sorted(numbers) != list(range(len(labels))):
+        wrong = next(
+            label
+            for label, n in zip(labels, numbers, strict=True)
+            if n < 0 or n >= len(labels) or numbers.count(n) > 1
+        )
+        raise HistoryError(
+            f"column {wrong[:20]!r} of the header, expected the experts 0..{len(labels) - 1}, each "
+            "once, behind one column 'layer' or none"
+        )
+    return np.argsort(numbers)
+
+
+def _check_no_labels(counts: NDArray[np.int64]) -> None:
+    """Refuse numbers of experts or layers among the counts of a table without a header."""
+    index = np.arange(len(counts))
+    rest = counts[:, 1:].sum(axis=1)
+    if len(counts) > 1 and np.array_equal(counts[0], np.arange(counts.shape[1])):
+        raise HistoryError(
+            "row 1 is 0, 1, 2, ...: numbers of experts, expected counts, or 'layer' as the first "
+            "cell of a header"
+        )
+    is_rising = len(counts) > 1 and np.array_equal(counts[:, 0] - counts[0, 0], index)
+    if is_rising and (len(counts) > 2 or rest.min() == rest.max() > 0):
+        raise HistoryError(
+            f"column 1 is {counts[0, 0]}, {counts[1, 0]}, ...: numbers of layers, expected counts, "
+            "or a header that begins with 'layer'"
+        )
+
+
+def _long_table(counts: NDArray[np.int64], names: list[str], options: ReadOptions) -> LoadFile:
+    """The sums of rows with layer, expert and count; rows of several ranks have a column rank."""
+    roles = [_role(name) for name in names]
+    known = ["layer", "expert", "count", "rank"]
+    if len(set(roles)) != len(roles) or not set(roles) <= set(known):
+        raise HistoryError(
+            f"header {', '.join(names)[:80]}, expected layer, expert and count, and at most rank"
+        )
+    layer, expert, tokens = (counts[:, roles.index(role)] for role in known[:3])
+    rank = counts[:, roles.index("rank")] if "rank" in roles else np.zeros_like(layer)
+    _, times = np.unique(np.stack((rank, layer, expert)), axis=1, return_counts=True)
+    if times.max() > 1:
+        place = np.unique(np.stack((rank, layer, expert)), axis=1)[:, times.argmax()].tolist()
+        raise HistoryError(f"layer {place[1]}, expert {place[2]} stand in two rows, expected one")
+    num_experts = options.num_experts or int(expert.max()) + 1
+    if expert.max() >= num_experts:
+        raise HistoryError(f"a row of expert {expert.max()}, expected 0..{num_experts - 1}")
+    ids, place_of = np.unique(layer, return_inverse=True)
+    check_cells(len(ids), num_experts, counts.nbytes)
+    summed = np.zeros((len(ids), num_experts), dtype=np.int64)
+    np.add.at(summed, (place_of, expert), tokens)
+    return _load_file(summed, ids.tolist())
+
+
+def _load_file(counts: NDArray[Any], ids: Any) -> LoadFile:
     if counts.ndim not in (2, 3) or not counts.size:
         raise HistoryError(
             f"shape {counts.shape}, expected [layers, experts] or with windows first"
         )
-    given = counts[None] if counts.ndim == 2 else counts
-    history = as_history(given)
-    layers = rows_in_order(history.num_layers)
-    if ids is not None:
-        layers = as_layers(ids)
-        if len(ids) != history.num_layers:
-            raise HistoryError(f"{len(ids)} layer ids for {history.num_layers} layers")
-    return loaded(history, layers, options)
-
-
-def loaded(history: LoadHistory, layers: Layers, options: ReadOptions) -> LoadFile:
-    """Windows with their layers resolved, summed to the number of windows that is asked for."""
-    rows, found, notes = resolve(layers, options)
-    tokens, first, last = history.tokens[:, rows], history.first_step, history.last_step
-    if history.num_windows > options.max_windows:
-        tokens, each = summed_windows(tokens, options.max_windows)
-        ends = np.minimum(np.arange(1, len(tokens) + 1) * each, history.num_windows) - 1
-        first, last = first[::each], last[ends]
-        notes = (*notes, f"{history.num_windows} windows are summed into {len(tokens)}")
-    return LoadFile(LoadHistory(tokens, first, last, history.phase), found, notes=notes)
+    is_whole = counts.dtype.kind != "f" or not np.mod(counts, 1).any()
+    notes = () if is_whole else ("loads are fractions: they are scaled to whole numbers",)
+    given = counts.astype(np.float64) if counts.dtype == np.float16 else counts
+    history = as_history(given[None] if counts.ndim == 2 else given)
+    return LoadFile(history, layers_of(ids, history.num_layers), notes=notes)
 
 
 def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:
@@ -178,11 +276,9 @@ def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:
     sums = StepSums(options.max_windows)
     for index in whole:
         sums.add(index, np.array([parts[index][row] for row in ids], dtype=np.int64))
-    found = loaded(sums.history(), as_layers(ids), options)
-    if len(whole) == len(parts):
-        return found
-    note = f"{len(parts) - len(whole)} of {len(parts)} micro-batches lack layers and are not used"
-    return LoadFile(found.history, found.layers, notes=(*found.notes, note))
+    lost = f"{len(parts) - len(whole)} of {len(parts)} micro-batches lack layers"
+    notes = cut_unlike(lost, options.strict) if len(whole) < len(parts) else ()
+    return LoadFile(sums.history(), as_layers(ids), notes=notes)
 
 
 def _take_chunk(
@@ -193,9 +289,9 @@ def _take_chunk(
     where: str,
 ) -> None:
     known = next((len(row) for batch in parts.values() for row in batch.values()), None)
-    check_whole(loads, (None, known), f"{where}: pre_logical_loads")
-    check_whole(layers, (len(loads),), f"{where}: layers", high=2**16 - 1)
-    check_whole(batches, (len(loads),), f"{where}: microbatches", high=2**62 - 1)
+    loads = whole_array(loads, (None, known), f"{where}: pre_logical_loads")
+    layers = whole_array(layers, (len(loads),), f"{where}: layers", high=2**16 - 1)
+    batches = whole_array(batches, (len(loads),), f"{where}: microbatches", high=2**62 - 1)
     for layer, batch, row in zip(layers.tolist(), batches.tolist(), loads, strict=True):
         of_batch = parts.setdefault(batch, {})
         if layer in of_batch:
@@ -311,20 +407,12 @@ def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
         frozenset(int_array(one, 1, "missing_ranks").tolist() if one else ()) for one in missing
     )
     load_of = LoadHistory(arrays["counts"], arrays["first_step"], arrays["last_step"], phase, ranks)
-    layers = _layers_from_dict(manifest, load_of.num_layers)
-    if any(ranks):
-        rows, layers, notes = resolve(layers, options)
-        steps = (load_of.first_step, load_of.last_step)
-        kept = LoadHistory(load_of.tokens[:, rows], *steps, phase, ranks)
-        found = LoadFile(kept, layers, notes=notes)
-    else:
-        found = loaded(load_of, layers, options)
     counts = [manifest.get(name) for name in ("num_ranks", "num_nodes")]
     num_ranks, num_nodes = (
         None if one is None else whole_number(one, "ranks or nodes", 1, 65_536) for one in counts
     )
-    model = _text(manifest.get("model"))
-    return replace(found, num_ranks=num_ranks, num_nodes=num_nodes, model=model)
+    layers, model = _layers_from_dict(manifest, load_of.num_layers), _text(manifest.get("model"))
+    return LoadFile(load_of, layers, None, num_ranks, num_nodes, model)
 
 
 def read_store(url: str, options: ReadOptions) -> LoadFile:
@@ -337,11 +425,10 @@ def read_store(url: str, options: ReadOptions) -> LoadFile:
     if path is not None and not path.is_file():
         raise StoreError(f"there is no store at {path}, expected the file of a deployment")
     with closing(open_store(url, options.deployment)) as store:
-        return load_of_store(store, options)
+        return _load_of_store(store, options)
 
 
-def load_of_store(store: StateStore, options: ReadOptions) -> LoadFile:
-    """As ``read_store``, of a store that is open."""
+def _load_of_store(store: StateStore, options: ReadOptions) -> LoadFile:
     info = store.current_run()
     if info is None:
         raise StoreError(f"deployment {options.deployment!r} has no run, expected one")
@@ -352,27 +439,17 @@ def load_of_store(store: StateStore, options: ReadOptions) -> LoadFile:
     complete = history(windows, last=options.max_windows)
     if complete is None:
         raise HistoryError(f"none of {len(windows)} windows is complete, expected one")
-    stored = Layers(tuple(model.layer_ids), "model")
-    found = loaded(complete, stored, options)
+    layers = Layers(tuple(model.layer_ids), "model")
     committed = store.committed()
     current = None
-    rows, layers, _ = resolve(stored, options)
     if committed is not None:
-        serving = committed.placement
-        kept = Placement(
-            serving.slot_to_expert[rows],
-            serving.num_experts,
-            serving.generation,
-            serving.slot_share[rows],
-        )
-        current = PlacementFile(kept, layers, topology.num_ranks)
+        current = PlacementFile(committed.placement, layers, topology.num_ranks)
     return LoadFile(
-        found.history,
+        complete,
         layers,
         current,
         topology.num_ranks,
         topology.num_nodes,
-        notes=found.notes,
         shape=model,
         window_s=info.window_seconds or None,
     )

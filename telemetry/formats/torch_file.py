@@ -41,9 +41,17 @@ _DTYPES = {
     "Char": "<i1",
     "Byte": "<u1",
     "Bool": "<u1",
+    "BFloat16": "<u2",  # the upper half of a float32
 }
 _STORAGES = {("torch", f"{name}Storage"): np.dtype(code) for name, code in _DTYPES.items()}
+_STORAGES["torch.storage", "UntypedStorage"] = np.dtype("<u1")  # its tensors name their type
+_UNSIGNED = {("torch", f"uint{bits}"): np.dtype(f"<u{bits // 8}") for bits in (16, 32, 64)}
+_BFLOAT16 = ("torch", "BFloat16Storage")
 _REBUILD, _ORDERED = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
+_REBUILD_TYPED = ("torch._utils", "_rebuild_tensor_v3")
+_PARAMETER = ("torch._utils", "_rebuild_parameter")
+OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's own mark, before release 1.6
+_NAMES = {*_STORAGES, *_UNSIGNED, _REBUILD, _REBUILD_TYPED, _ORDERED, _PARAMETER}
 
 
 class Mark:
@@ -66,6 +74,7 @@ class Storage:
 
     dtype: np.dtype[Any]
     data: NDArray[np.uint8]
+    is_bfloat16: bool = False
 
 
 def load_torch(path: Path) -> Any:
@@ -76,6 +85,11 @@ def load_torch(path: Path) -> Any:
     """
     size = check_regular(path)
     with path.open("rb") as file:
+        if file.read(len(OLD_FORMAT)) == OLD_FORMAT:
+            raise HistoryError(
+                "a file of torch.save in the format before torch 1.6, expected a zip archive: "
+                "write it anew with torch.save(torch.load(PATH), PATH)"
+            )
         _check_directory(file, size)
         with zipfile.ZipFile(file) as archive:
             return _Reader(archive, file, size).load()
@@ -155,7 +169,8 @@ class _Reader:
             )
         dtype = _STORAGES[name.path]
         if key not in self._storages:
-            self._storages[key] = Storage(dtype, self._read(f"{self._root}data/{key}", self._size))
+            data = self._read(f"{self._root}data/{key}", self._size)
+            self._storages[key] = Storage(dtype, data, name.path == _BFLOAT16)
         found = self._storages[key]
         if (
             found.dtype != dtype
@@ -173,6 +188,11 @@ def _rebuild(arguments: Any) -> NDArray[Any]:
     if not isinstance(arguments, tuple) or len(arguments) < 4:
         raise HistoryError("a tensor without storage, offset, shape and strides")
     storage, offset, shape, strides = arguments[:4]
+    if len(arguments) == 7 and isinstance(storage, Storage):
+        kind = arguments[6].path if isinstance(arguments[6], Name) else ()
+        if kind not in _UNSIGNED:
+            raise HistoryError(f"a tensor of {'.'.join(kind)}, expected one of integers")
+        storage = Storage(_UNSIGNED[kind], storage.data)
     counts = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
     if not isinstance(storage, Storage) or not counts or len(shape) > 8:
         raise HistoryError("a tensor without storage, offset, shape and strides")
@@ -190,6 +210,8 @@ def _rebuild(arguments: Any) -> NDArray[Any]:
     array: NDArray[Any] = np.ndarray(
         shape, storage.dtype, values.data, offset * storage.dtype.itemsize, steps
     )
+    if storage.is_bfloat16:
+        return (array.astype("<u4") << 16).view("<f4")
     return array
 
 
@@ -325,14 +347,20 @@ class _Machine:
         return self._memo[index]
 
     def _named(self, module: str, name: str) -> Name:
-        if (module, name) not in _STORAGES and (module, name) not in (_REBUILD, _ORDERED):
-            raise HistoryError(f"name {module}.{name} in data.pkl, expected those of tensors alone")
+        if (module, name) not in _NAMES:
+            raise HistoryError(
+                f"name {module}.{name} in data.pkl, expected those of tensors alone: save the "
+                "counts, or the placement, as one tensor"
+            )
         return Name((sys.intern(module), sys.intern(name)))
 
 
 def _called(arguments: Any, function: Any) -> Any:
-    if isinstance(function, Name) and function.path == _REBUILD:
+    if isinstance(function, Name) and function.path in (_REBUILD, _REBUILD_TYPED):
         return _rebuild(arguments)
+    is_parameter = isinstance(function, Name) and function.path == _PARAMETER
+    if is_parameter and isinstance(arguments, tuple) and isinstance(arguments[0], np.ndarray):
+        return arguments[0]
     if isinstance(function, Name) and function.path == _ORDERED and arguments in ((), []):
         return {}
     called = ".".join(function.path) if isinstance(function, Name) else type(function).__name__

@@ -23,8 +23,10 @@ from eplb.errors import ConfigError, HistoryError
 # model: ids are the model's layer numbers, MoE layers alone; hidden: row i is layer i of the model,
 # and some rows may be dense layers; ordinal: row i is the i-th MoE layer.
 Axis = Literal["model", "hidden", "ordinal"]
+Layout = Literal["layers-first", "tokens-first"]
 DEFAULT_WINDOWS = 64
-MOST_LAYERS = 1024
+MOST_LAYERS = 512  # of a model; more rows are another axis
+MOST_DENSE = 8  # layers before the first MoE layer; known models have up to 4
 MOST_CELLS = 2**27  # of a window [L, E]; 61 x 384 are 23,424
 
 
@@ -61,18 +63,29 @@ class ReadOptions:
     top_k: int | None = None  # as num_layers
     deployment: str = "demo"  # of our own store
     model: str = ""  # name of the model whose layers are stated; "": the user states them
+    num_ranks: int | None = None  # of the group that recorded, or that a placement is for
+    num_hidden: int | None = None  # layers of the model, dense ones included
+    layout: Layout | None = None  # of ``expert_ids``, where the file does not tell
+    strict: bool = False  # recordings that are not cut alike are refused
 
     def __post_init__(self) -> None:
         if self.layer_ids is not None and self.first_moe_layer is not None:
             raise ConfigError("layer ids and a first MoE layer are given, expected one of them")
         least = {"max_windows": 1, "num_experts": 1, "num_redundant": 0, "first_moe_layer": 0}
-        for name, low in (least | {"num_layers": 1, "top_k": 1, "window_tokens": 1}).items():
+        least |= {"num_layers": 1, "top_k": 1, "window_tokens": 1, "num_ranks": 1, "num_hidden": 1}
+        for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name} is {value}, expected {low} or more")
 
     def experts_in(self, num_slots: int, largest: int) -> int:
-        """E of a map with so many slots: as stated, else one more than the largest id."""
+        """E of a map with so many slots: as stated, else one more than the largest id.
+
+        Raises:
+            ConfigError: more experts are stated than the map has slots.
+        """
+        if (self.num_experts or 0) > num_slots:
+            raise ConfigError(f"{num_slots} slots, expected --experts {self.num_experts} or more")
         if self.num_experts is None and self.num_redundant is not None:
             return max(num_slots - self.num_redundant, 1)
         return self.num_experts or largest + 1
@@ -103,61 +116,87 @@ class LoadFile:
     notes: tuple[str, ...] = ()
     shape: ModelShape | None = None  # None: the source does not tell, as the next one
     window_s: float | None = None  # serving time of a window
+    top_k: int | None = None  # of routing ids; None: the file holds counts
 
 
 def resolve(
     layers: Layers, options: ReadOptions, *, idle: NDArray[np.bool_] | None = None
 ) -> tuple[list[int], Layers, tuple[str, ...]]:
-    """Which rows of a file are MoE layers, and their numbers.
+    """Which rows of a file are MoE layers, and their numbers: the one rule for all formats.
+
+    Rows without tokens before the first one with tokens are dense layers where rows are hidden
+    layers. Any other row without tokens has two readings, which the user decides.
 
     Args:
         layers: as the format defines its rows.
         options: what the user states.
-        idle: [L] rows without tokens, for load: without a statement, these are dense layers.
+        idle: [L] rows without tokens, for load.
 
     Returns:
         Indices of the rows, their layers, and notes.
 
     Raises:
-        ConfigError: a statement that does not fit the file.
+        ConfigError: a statement that does not fit the file, or that is missing.
     """
+    ids, num_rows = layers.ids, len(layers.ids)
+    if num_rows > MOST_LAYERS:
+        raise HistoryError(f"found {num_rows} layers, expected at most {MOST_LAYERS}")
     stated = _stated(layers, options)
-    rows = list(range(len(layers.ids)))
-    if layers.axis == "ordinal":
-        if stated is None:
-            return (
-                rows,
-                layers,
-                ("layer numbers are not in the file; rows are MoE layers in order",),
-            )
-        if len(stated) != len(layers.ids):
-            raise ConfigError(
-                f"the file has {len(layers.ids)} layers, expected {len(stated)}: {_shown(stated)}"
-                f"{_of_model(options)}"
-            )
-        return rows, Layers(stated, "model"), ()
-    if stated is not None:
-        place = {layer: row for row, layer in enumerate(layers.ids)}
-        missing = [layer for layer in stated if layer not in place]
-        if missing:
-            raise ConfigError(
-                f"layers {_shown(missing)} are not in the file, expected some of "
-                f"{_shown(layers.ids)}{_of_model(options)}"
-            )
-        dropped = sorted(set(layers.ids) - set(stated))
-        notes = (f"layers {_shown(dropped)} are dropped as stated",) if dropped else ()
-        return [place[layer] for layer in stated], Layers(stated, "model", layers.num_hidden), notes
-    if layers.axis == "hidden" and idle is not None:
-        kept = [row for row in rows if not idle[row]]
-        if not kept:
+    empty = [] if idle is None else [ids[row] for row in np.flatnonzero(idle).tolist()]
+    if len(empty) == num_rows:
+        if layers.axis == "hidden":
             raise HistoryError("no layer has tokens, expected load")
-        dense = [layers.ids[row] for row in rows if idle[row]]
-        notes = (
-            (f"layers {_shown(dense)} have no tokens: taken as dense and dropped",) if dense else ()
+        empty = []  # an idle recording, which whoever plans on it refuses
+    if stated is None:
+        return _unstated(layers, empty, is_load=idle is not None)
+    if layers.axis == "ordinal" and len(stated) == num_rows:
+        return list(range(num_rows)), Layers(stated, "model", layers.num_hidden), ()
+    dropped = sorted(set(ids) - set(stated))
+    if layers.axis == "ordinal" and (idle is None or dropped != empty):
+        raise ConfigError(
+            f"the file has {num_rows} layers, expected {len(stated)}: {_shown(stated)}"
+            f"{_of_model(options)}"
         )
-        found = tuple(layers.ids[row] for row in kept)
-        return kept, Layers(found, "model", layers.num_hidden), notes
-    return rows, layers, ()
+    missing = sorted(set(stated) - set(ids))
+    if missing:
+        raise ConfigError(
+            f"layers {_shown(missing)} are not in the file, expected some of {_shown(ids)}"
+            f"{_of_model(options)}"
+        )
+    busy = [layer for layer in dropped if layer not in empty and idle is not None]
+    notes = (f"layers {_shown(dropped)} are dropped as stated",) if dropped else ()
+    if busy and options.model:
+        if busy[0] < stated[-1]:
+            why = f"layers {_shown(busy)} have tokens, expected none"
+            raise ConfigError(f"{why}{_of_model(options)}")
+        notes = (*notes, f"layers {_shown(busy)} have tokens: taken as draft (MTP) layers")
+    place = {layer: row for row, layer in enumerate(ids)}
+    return [place[layer] for layer in stated], Layers(stated, "model", layers.num_hidden), notes
+
+
+def _unstated(
+    layers: Layers, empty: list[int], *, is_load: bool
+) -> tuple[list[int], Layers, tuple[str, ...]]:
+    """As ``resolve``, where the user states no layers; ``empty`` ones have no tokens."""
+    ids, rows = layers.ids, list(range(len(layers.ids)))
+    if layers.axis == "model":
+        return rows, layers, ()
+    first = next((layer for layer in ids if layer not in empty), ids[0])
+    may_be_dense = layers.axis == "hidden" and first <= MOST_DENSE
+    unclear = [layer for layer in empty if layer > first or not may_be_dense]
+    if unclear:
+        raise ConfigError(
+            f"layers {_shown(unclear)} have no tokens, and layer {first} has: dense layers, or "
+            "those of another stage; expected --layer-ids with the MoE layers"
+        )
+    if layers.axis == "ordinal":
+        return rows, layers, ("layer numbers are not in the file; rows are MoE layers in order",)
+    if not is_load:
+        return rows, layers, ()
+    note = f"layers {_shown(empty)} have no tokens: taken as dense and dropped"
+    kept = [row for row in rows if ids[row] not in empty]
+    found = Layers(tuple(ids[row] for row in kept), "model", layers.num_hidden)
+    return kept, found, (note,) if empty else ()
 
 
 def _of_model(options: ReadOptions) -> str:
@@ -329,6 +368,33 @@ def check_cells(num_layers: int, num_experts: int, num_bytes: int) -> None:
         raise HistoryError(
             f"{num_layers} layers x {num_experts} experts in {num_bytes} bytes, expected fewer"
         )
+
+
+def cut_unlike(lost: str, strict: bool) -> tuple[str, ...]:
+    """The note on a part of a recording that others lack; the rest is used.
+
+    Raises:
+        HistoryError: the user asked for whole recordings.
+    """
+    if strict:
+        raise HistoryError(f"{lost}, expected recordings that are cut alike (--strict)")
+    return (f"{lost}: not used",)
+
+
+def placement_of(
+    held: NDArray[np.integer], layers: Layers, options: ReadOptions, **more: Any
+) -> PlacementFile:
+    """A placement of the MoE rows of a map [L, P]; -1 is an empty slot.
+
+    Args:
+        more: other fields of the file, and ``num_experts`` where the format has it.
+    """
+    num_experts = more.pop("num_experts", None) or options.experts_in(
+        held.shape[1], int(held.max())
+    )
+    rows, found, notes = resolve(layers, options)
+    placement = Placement(held[rows].astype(np.int32), num_experts)
+    return PlacementFile(placement, found, notes=(*more.pop("notes", ()), *notes), **more)
 
 
 def _shown(ids: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.core.arrays import freeze, owned
-from eplb.core.load import FEWEST_WINDOWS, LoadHistory
+from eplb.core.load import FEWEST_WINDOWS, LoadHistory, blocks
 from eplb.errors import HistoryError
 
 # Neighbouring pairs share a window, so that T - 2 of them tell as much as this many times fewer.
@@ -299,11 +299,12 @@ def dispersion(history: LoadHistory) -> float:
     """How many times more neighbouring windows differ than independent draws would; 1 or more.
 
     The median over pairs, so that one sudden change does not count as noise. With fewer than four
-    windows there is no estimate, and it is 1.
+    windows there is no estimate, and it is 1. Windows with few tokens are taken together.
     """
-    if history.num_windows < FEWEST_WINDOWS:
+    starts = blocks(history.tokens.sum(axis=(1, 2)))
+    if len(starts) < FEWEST_WINDOWS:
         return 1.0
-    pairs = pairs_of(history.tokens)
+    pairs = pairs_of(np.add.reduceat(history.tokens, starts, axis=0))
     return max(1.0, float(np.median(pairs.evidence)) / pairs.freedom) if pairs.freedom else 1.0
 
 
@@ -311,21 +312,26 @@ def last_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> Lo
     """Find the latest sudden change of load, or None.
 
     The split with the most evidence is tried first, then what follows it, until nothing more is
-    found. Fewer than four windows show no change, because a switch would pass for noise.
+    found. Fewer than four windows show no change, because a switch would pass for noise. Windows
+    with few tokens are taken together with the next: they scatter by less than the noise of the
+    others, which is mostly that of whole requests, so with them any busy window would be a change.
 
     Args:
         history: of which the latest LOOK_BACK windows are looked at.
         false_alarm: the chance that a history without any change shows one.
     """
-    first = max(0, history.num_windows - LOOK_BACK)
-    found: LoadChange | None = None
-    while history.num_windows - first >= FEWEST_WINDOWS:
-        split = _strongest_split(history.tokens[first:], false_alarm)
+    latest = history.tokens[-LOOK_BACK:]
+    starts = blocks(latest.sum(axis=(1, 2)))
+    tokens = np.add.reduceat(latest, starts, axis=0)  # [B, L, E]
+    first, strength = 0, 0.0
+    while len(tokens) - first >= FEWEST_WINDOWS:
+        split = _strongest_split(tokens[first:], false_alarm)
         if split is None:
             break
-        found = LoadChange(first + split.index, split.strength)
-        first = found.index
-    return found
+        first, strength = first + split.index, split.strength
+    if not first:
+        return None
+    return LoadChange(history.num_windows - len(latest) + int(starts[first]), strength)
 
 
 def windows_since_change(history: LoadHistory, *, false_alarm: float = FALSE_ALARM) -> int:

@@ -146,9 +146,10 @@ class Reporter:
 
     def stats(self) -> ReporterStats:
         """Return the counts. Never waits for store or disk, so a step may ask."""
+        # The inbox first: a sample that passes to the spool meanwhile is seen twice, never nowhere.
+        in_inbox = max(0, self._offered - self._dropped - self._taken)
         spool, errors, broken = self._spool.stats(), self._errors, self._broken
         reason = "" if broken is None else f"{type(broken).__name__}: {broken}"
-        in_inbox = max(0, self._offered - self._dropped - self._taken)
         return replace(
             spool,
             offered=self._offered,

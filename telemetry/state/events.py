@@ -39,6 +39,7 @@ STOPPED = "stopped"  # kind: the ranks of a host ended as they were asked to
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
 FAULT = "fault"  # kind: injected for a trial
 RESTART = "restart"  # kind: survivors cannot serve on, and all ranks start again
+ENGINE_PLANS = "engine_plans"  # kind: an engine's own balancer plans, or its plug-in does again
 REGROUPED = "regrouped"  # kind: ranks joined or left as planned
 # Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")

@@ -136,10 +136,10 @@ def test_parameters_of_all_model_files_with_one_number_for_each_expert_are_of_th
     assert {one for one in odd if not is_of_router(one.partition(": ")[2], slots)} == set()
 
 
-def started(rank: int, config: Path, **options: Any) -> Any:
+def started(rank: int, config: Path) -> Any:
     """A rank after some maps, which looks at a slot in each pass."""
     look_in_every_pass()
-    made = engine.make_rank(rank, config, **options)
+    made = engine.make_rank(rank, config)
     made.until_maps(3)
     while made.checks is None:  # the first maps serve before the ranks have agreed
         made.steps()
@@ -184,8 +184,9 @@ def test_slot_with_another_expert_is_found_and_reported(tmp_path: Path) -> None:
 
 def lost_scales(rank: int, config: Path) -> dict[str, Any]:
     """The engine moves weights alone."""
-    made = started(rank, config, forgets=True)
-    made.until_experts_move(np.tile(FIRST, (len(made.held), 1)))
+    look_in_every_pass()
+    made = engine.make_rank(rank, config, forgets=True)
+    made.until_experts_move(np.tile(FIRST, (len(made.held), 1)))  # the first fault stops moves
     made.visit_all()
     return made.result()
 

@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from rebalance.engines.common.guards import Assumptions, refusals
-from tests.support.engines.installed import engine
+from rebalance.engines.common.guards import Assumptions, refusals, source_of, untried
+from tests.support.engines.which import ENTRY
 
-ASSUMED = engine.ASSUMED
-AS_READ = f"expected as in {ASSUMED.package} {ASSUMED.release}"
+ASSUMED: Assumptions = ENTRY.ASSUMED
+AS_READ, SOURCE = ASSUMED.as_read, source_of(ASSUMED.package)
+OLDEST, NEWEST = ASSUMED.releases
 
 
 def changed() -> Iterator[tuple[str, Assumptions, str]]:
     """For every assumption: its name, the assumption with one change, and what is refused."""
 
     def alone(name: str, refusal: str, **assumed: object) -> tuple[str, Assumptions, str]:
-        made = Assumptions(ASSUMED.package, ASSUMED.release, **assumed)  # type: ignore[arg-type]
+        made = Assumptions(ASSUMED.package, ASSUMED.releases, **assumed)  # type: ignore[arg-type]
         return name, made, refusal
 
     for path, names in ASSUMED.signatures.items():
-        refusal = f"{path} takes ({names}), expected ({names} further) as in {ASSUMED.package}"
-        yield alone(path, refusal, signatures={path: f"{names} further"})
+        words = names.removesuffix("...")
+        yield alone(path, f"{path} takes (", signatures={path: f"{words} further"})
         gone = f"{path}_gone"
         yield alone(gone, f"{gone} does not exist, {AS_READ}", signatures={gone: names})
-    for kind, of_kind in (("lines", ASSUMED.lines), ("files", ASSUMED.files)):
-        for place, lines in of_kind.items():
-            name = place.name if isinstance(place, Path) else place
-            for line in lines:
-                other = f"{line[:3]}x{line[3:]}"
-                refusal = f"{name} lacks {other!r}, {AS_READ}"
-                yield alone(f"{name} {line}", refusal, **{kind: {place: (other,)}})
-    for path, names in ASSUMED.fields.items():
+    for place, lines in ASSUMED.lines.items():
+        for line in lines:
+            other = f"{line[:3]}x{line[3:]}"
+            yield alone(
+                f"{place} {line}", f"{place} lacks {other!r}, {AS_READ}", lines={place: (other,)}
+            )
+    for path, names in ASSUMED.attributes.items():
         for name in names.split():
-            refusal = f"{path} has no field {name}_gone, {AS_READ}"
-            yield alone(f"{path} {name}", refusal, fields={path: f"{name}_gone"})
+            refusal = f"{path} has no {name}_gone, {AS_READ}"
+            yield alone(f"{path} {name}", refusal, attributes={path: f"{name}_gone"})
     for path in ASSUMED.digests:
         refusal = f"{path} has another source, expected {'0' * 16} as in {ASSUMED.package}"
         yield alone(f"{path} digest", refusal, digests={path: "0" * 16})
@@ -47,19 +45,30 @@ def changed() -> Iterator[tuple[str, Assumptions, str]]:
     ("assumed", "refusal"), [pytest.param(*one, id=name) for name, *one in changed()]
 )
 def test_assumption_that_does_not_hold_is_refused(assumed: Assumptions, refusal: str) -> None:
-    (found,) = refusals(assumed)
+    (found,) = refusals(assumed, SOURCE)
 
     assert found.startswith(refusal)
 
 
 def test_released_wheel_passes_every_check() -> None:
-    assert list(engine.refusals()) == []
+    assert list(ENTRY.refusals()) == []
 
 
-@pytest.mark.parametrize("version", ["0.0.1", "1.0.0"])
-def test_other_release_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+@pytest.mark.parametrize("version", ["0.0.1", f"0.{int(OLDEST.split('.')[1]) - 1}.99"])
+def test_release_older_than_the_oldest_tested_is_refused(version: str) -> None:
+    assert list(refusals(Assumptions(ASSUMED.package, ASSUMED.releases), version=version)) == [
+        f"{ASSUMED.package} is {version}, expected {OLDEST} or newer: {OLDEST} to {NEWEST} were "
+        "tested"
+    ]
 
-    first, *_ = engine.refusals()
 
-    assert first.startswith(f"{ASSUMED.package} is {version}, expected {ASSUMED.release}")
+@pytest.mark.parametrize("version", [OLDEST, f"{NEWEST}.post1", f"{NEWEST}+cu130", f"{NEWEST}rc1"])
+def test_release_in_between_is_no_newer_one(version: str) -> None:
+    assert list(refusals(Assumptions(ASSUMED.package, ASSUMED.releases), version=version)) == []
+    assert untried(ASSUMED, version) == ""
+
+
+@pytest.mark.parametrize("version", [f"{NEWEST}9", f"{NEWEST}9.post1", "1.0.0"])
+def test_newer_release_with_the_same_structure_is_named_and_not_refused(version: str) -> None:
+    assert list(refusals(Assumptions(ASSUMED.package, ASSUMED.releases), version=version)) == []
+    assert untried(ASSUMED, version).startswith(f"{ASSUMED.package} {version} is newer than")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from api.monitor.monitor import Monitor
 from telemetry import open_store
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (
@@ -53,6 +55,12 @@ def test_weights_match_maps_on_every_rank_over_rebalances(way: str, tmp_path: Pa
         assert committed is not None
         assert run is not None
         samples = [sample for _, sample in store.samples(run.run)]
+        plans = [event.detail for event in store.events_backwards(("plan",))]
+        ended = {one.plan_id: one for one in Monitor(store).reading().rebalances}
+    assert not any(re.search(r"inf|[0-9]e[+-]", plan["reason"]) for plan in plans)
+    assert sum(plan["moves"] for plan in plans if plan["decision"] == "MOVE") > 0
+    assert ended[committed.plan_id].outcome == "committed"
+    assert ended[committed.plan_id].imbalance_before is not None
     held = np.array(first["map"])
     assert committed.placement.generation == first["generation"]
     if way != "async":  # then some layers of the next map may serve

@@ -25,14 +25,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
-from eplb.errors import ConfigError, RankError
+from eplb.errors import ConfigError, EplbError, RankError
 from rebalance.assembly import meeting
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.assembly.description import DeploymentDescription
 from rebalance.assembly.environment import build_rank_from_env
 from rebalance.assembly.group import interface_of
 from rebalance.assembly.meeting import Attendance, meet
-from rebalance.assembly.places import claim_place, holder_of
+from rebalance.assembly.places import JOINS_VARIABLE, claim_place, holder_of
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.link.link_settings import RankLinkSettings
@@ -335,6 +335,23 @@ def test_cuda_rank_without_a_gpu_is_refused(file: Path) -> None:
 
     with pytest.raises(ConfigError, match="LOCAL_RANK is 0 and 0 GPUs"):
         build_rank_from_env(environ=environ)
+
+
+def test_joining_rank_uses_the_interface_of_its_host_s_address(file: Path, fork: Fork) -> None:
+    config = replace(described().config, deployment=f"west-{os.getpid()}")
+    config = replace(config, network=NetworkConfig(None, (HERE, HERE)))
+    file.write_text(described(config=config, hosts=(HERE, HERE), store="sqlite:/proc/x").to_json())
+
+    assert fork(join_without_a_store, file).receive() == ("lo", "StoreError")
+
+
+def join_without_a_store(pipe: Connection, file: Path) -> None:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", JOINS_VARIABLE: "1"}
+    try:
+        build_rank_from_env(environ={"EPLB_RANK_FILE": str(file)} | place)
+    except EplbError as exc:
+        pipe.send((os.environ.get("GLOO_SOCKET_IFNAME"), type(exc).__name__))
 
 
 def test_interface_of_a_loopback_address_is_lo_and_of_a_stranger_s_none() -> None:

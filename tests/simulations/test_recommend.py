@@ -261,7 +261,7 @@ def test_times_of_a_load_without_steps_are_refused(tmp_path: Path) -> None:
 
 def test_load_without_tokens_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "zeros.npz"
-    np.savez(trace, load=np.zeros((4, 2, 16), dtype=np.int64))
+    np.savez(trace, load=np.zeros((4, 32, 8), dtype=np.int64))
 
     ran = command("recommend", str(trace), "--model", "mixtral-8x7b", "--ranks", "4")
 
@@ -336,7 +336,7 @@ def test_load_of_another_model_is_blamed_by_its_name(tmp_path: Path) -> None:
     ran = command("recommend", str(trace), "--model", "mixtral-8x7b", "--ranks", "4")
 
     assert ran.exit_code == 2
-    assert "other.npz has 2 MoE layers x 16 experts, the model 32 x 8" in ran.stderr
+    assert "other.npz: the file has 16 experts, expected 8 as --experts, --model" in ran.stderr
 
 
 def test_prefill_answers_with_the_time_to_the_first_token() -> None:
@@ -410,3 +410,30 @@ def test_group_that_fills_no_whole_number_of_nodes_is_on_one_more(
     topology = even_topology(ranks, 8, 1, 64)
 
     assert np.bincount(topology.node_of_rank).tolist() == per_node
+
+
+def test_model_of_a_config_is_asked_about_and_the_answer_ends_with_a_verdict(
+    tmp_path: Path,
+) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    figures = {"num_hidden_layers": 3, "num_experts": 8, "hidden_size": 512}
+    config.write_text(json.dumps(figures | {"moe_intermediate_size": 256}))
+    words = (
+        *("recommend", "generated:gamma:windows=12,layers=3,experts=8,tokens=20000"),
+        *("--hardware", "h100", "--ranks", "4", "--redundant-per-rank", "0", "--every", "4"),
+        *("--output", str(out), "--model"),
+    )
+
+    asked = command(*words, str(config))
+    without_cache = command(*words, f"{config},top_k=2")
+    ran = command("recommend", *words[1:], f"{config},top_k=2", "--kv-token-bytes", "1024")
+
+    assert asked.exit_code == 2
+    assert "top_k=NUMBER" in "".join(asked.stderr.split())
+    assert without_cache.exit_code == 2
+    assert "--kv-token-bytes" in without_cache.stderr
+    assert ran.exit_code == 0, ran.stderr
+    found = json.loads(out.read_text())
+    assert found["verdict"]["worth"] in ("moves", "replica")
+    assert found["sentences"][-1] == f"verdict: {found['verdict']['sentence']}"
+    assert "verdict: worth enabling" in ran.stdout

@@ -18,9 +18,10 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from simulations.differences import FEWEST, difference_of
 from simulations.schemes import Course, PlanTerms
 from simulations.shadow.comparison import Account, Comparison, Group, received_by_rank
-from simulations.shadow.report import FEWEST, Prices, difference_of, report
+from simulations.shadow.report import Prices, report, text_below
 from simulations.shadow.sources import (
     ObservedWindow,
     Skips,
@@ -142,6 +143,20 @@ def test_report_names_what_stands_in_for_missing_maps() -> None:
 
     assert "engine: its algorithm replayed (DeepSeek's EPLB)" in sentences
     assert "the source has no maps: the engine begins with experts in order" in sentences
+
+
+def test_report_ends_with_the_verdict_on_balancing_at_all() -> None:
+    comparison = Comparison(Group(PlanTerms(TWO_RANKS), 2), Skips())
+    for window in observed(*[[90_000, 5_000, 2_500, 2_500]] * 12):
+        comparison.add(window)
+
+    found = report(comparison, Prices(), ["a note"])
+
+    # Three quarters of a rank's load are one expert: two slots on each rank leave 1.8 without it.
+    assert found["verdict"]["worth"] == "replica"
+    assert found["verdict"]["moves"] == pytest.approx(1.85, abs=0.06)
+    assert found["sentences"][-1] == f"verdict: {found['verdict']['sentence']}"
+    assert list(text_below(found))[-2:] == ["note: a note", found["sentences"][-1]]
 
 
 def test_all_idle_windows_give_a_report_without_figures() -> None:

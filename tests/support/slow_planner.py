@@ -128,6 +128,7 @@ def changed(held: Sequence[Sequence[int]], change: Change) -> list[list[int]]:
 def crossing(tokens: NDArray[np.int64], placement: Placement, topology: Topology) -> list[float]:
     """Part of each layer's tokens [T, L, E] that is served on another node than its source node.
 
+    Mean over windows that are not idle, each by the tokens of all layers.
     Every node sends tokens in proportion to its live ranks, to each replica by the shares for that
     source node, or by the shares of all where there are none of its own.
     """
@@ -138,9 +139,9 @@ def crossing(tokens: NDArray[np.int64], placement: Placement, topology: Topology
     ]
     parts = []
     for layer in range(placement.num_layers):
-        crossed, num_busy = 0.0, 0
-        for window in tokens[:, layer].tolist():
-            num_busy += sum(window) > 0
+        crossed, busy = 0.0, 0.0
+        for window, weight in zip(tokens[:, layer].tolist(), tokens.sum(axis=(1, 2)), strict=True):
+            busy += float(weight) * (sum(window) > 0)
             for slot, expert in enumerate(placement.slot_to_expert[layer].tolist()):
                 if expert == EMPTY or not sum(window):
                     continue
@@ -149,6 +150,7 @@ def crossing(tokens: NDArray[np.int64], placement: Placement, topology: Topology
                     if placement.source_share is not None:
                         share = placement.source_share[source, layer, slot]
                     if topology.node_of_slot[slot] != source:
-                        crossed += float(share) * window[expert] / sum(window) / len(live)
-        parts.append(crossed / max(num_busy, 1))
+                        part = window[expert] / sum(window) / len(live)
+                        crossed += float(weight) * float(share) * part
+        parts.append(crossed / max(busy, 1))
     return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -12,24 +11,26 @@ from enum import Enum
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from api.cli.options import HiddenLayers
+from api.cli.options import FileOptions, HiddenLayers
 from api.engine_plan import RULES
 from api.terminal.progress import progress
 from eplb.core.dispatch import DispatchRule
-from eplb.core.model import PRECISIONS, ModelShape, preset
+from eplb.core.model import PRECISIONS, ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
 from simulations.pages.document import ReportPage, graph_objects
 from simulations.peers.engines import ENGINES
 from simulations.step_time import HARDWARE
 from simulations.windows import Tokens, WindowSeries
-from telemetry.formats.bounded import file_digest
+from simulations.workloads import PREFIX
+from telemetry.formats.model_config import model_by_name
 from telemetry.formats.table import WriteOptions, write_placement
-from telemetry.formats.types import Layers, PlacementFile
+from telemetry.formats.types import Layers, PlacementFile, ReadOptions
+from telemetry.written_files import check_writable, file_digest
 
 MAX_WINDOWS = 4096
 
@@ -70,8 +71,8 @@ class StepOptions:
     model: Annotated[
         str | None,
         typer.Option(
-            help="A known model: sizes and bytes of its experts, and expert groups, which stay on "
-            "nodes with --prefill."
+            help="A known model, or a config.json: sizes and bytes of its experts, and expert "
+            "groups, which stay on nodes with --prefill."
         ),
     ] = None
     hardware: Annotated[
@@ -95,12 +96,12 @@ class StepOptions:
     ] = None
 
     def shape(self) -> ModelShape | None:
-        """Return the known model; None: none is named.
+        """Return the model; None: none is named.
 
         Raises:
-            ConfigError: the model or the precision is not known.
+            ConfigError: the model or the precision is not known, or its file lacks a figure.
         """
-        return None if self.model is None else self.at_precision(preset(self.model))
+        return None if self.model is None else self.at_precision(model_by_name(self.model))
 
     def at_precision(self, model: ModelShape) -> ModelShape:
         """Return a model with experts of the precision that is asked for."""
@@ -121,10 +122,7 @@ class PlotOptions:
         """
         if self.html is not None:
             graph_objects()
-            if self.html.is_dir() or not os.access(self.html.parent, os.W_OK):
-                raise ConfigError(
-                    f"--html {self.html} cannot be written, expected a file in a folder"
-                )
+            check_writable(self.html, "--html")
 
     def write(self, page: Callable[[], ReportPage]) -> None:
         """Write the page if it is asked for.
@@ -223,6 +221,14 @@ def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Ite
                 typer.echo(f"replay {next(replays)} done after {seconds}", err=True)
 
         yield replace(load, read=read)
+
+
+def reading_of(trace: str, stated: FileOptions, timed: StepOptions, **others: Any) -> ReadOptions:
+    """Return how the load is read; a model states the layers and experts of a file."""
+    model = None if trace.startswith(PREFIX) else timed.model
+    shape = timed.shape() if model is not None else None
+    options: ReadOptions = stated.reading(model, shape, max_windows=MAX_WINDOWS, **others)
+    return options
 
 
 def names_in(policies: str) -> tuple[str, ...]:

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from api.cli.options import DeploymentName, ReportOptions, Seed, numbers, with_options
+from api.cli.options import FileOptions, ReportOptions, RoutingOptions, Seed, numbers, with_options
 from api.cli.simulator.options import (
-    MAX_WINDOWS,
     EngineOptions,
     ExpertTimes,
     Intervals,
@@ -22,6 +21,7 @@ from api.cli.simulator.options import (
     StepOptions,
     Trace,
     command_line,
+    reading_of,
     replayed,
 )
 from api.terminal.printable import print_plain
@@ -39,10 +39,10 @@ from simulations.recommend import (
     candidate_table,
     part_of,
     recommend,
+    verdict_of,
 )
 from simulations.step_time import hardware_named
 from simulations.workloads import PREFIX
-from telemetry.formats.types import ReadOptions
 
 HARDWARE, OTHER_US = "h200", 100.0  # where the user tells none
 RANKS, RANKS_PER_NODE, WINDOW_S = 32, 8, 60.0  # where neither the user nor the load tells
@@ -67,6 +67,8 @@ def recommend_command(
     chosen_by: EngineOptions,
     plots: PlotOptions,
     timed: StepOptions,
+    stated: FileOptions,
+    routing: RoutingOptions,
     report: ReportOptions,
     ranks: Ranks = "",
     ranks_per_node: RanksPerNode = 0,
@@ -128,7 +130,6 @@ def recommend_command(
     acceptance: Annotated[
         float, typer.Option(max=1.0, help="Chance that a draft is right, if all before it are.")
     ] = Speculation.acceptance,
-    deployment: DeploymentName = "demo",
     seed: Seed = 0,
 ) -> None:
     """Compare groups, redundancy and intervals on a load; print the best, and why.
@@ -141,9 +142,8 @@ def recommend_command(
     rule, prefill = chosen_by.rule(), timed.prefill
     speculation = Speculation(drafts, acceptance)
     card = hardware_named(timed.hardware or HARDWARE)
-    load = windows_of(
-        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), seed, timed.shape()
-    )
+    options = reading_of(trace, stated, timed, num_hidden=chosen_by.hidden_layers, **vars(routing))
+    load = windows_of(trace, options, seed, timed.shape(), name=stated.input_format)
     load = replace(load, phase="prefill" if prefill else "decode")
     shape, which = model_named(timed.model, load)
     shape = timed.at_precision(shape)
@@ -216,9 +216,9 @@ def recommend_command(
     plots.write(lambda: recommendation_page(answer, Path(trace).name, inputs))
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
-    options = engine_options(best, shape.num_experts)
-    stated = [
-        *(f"{name}: {text}" for name, text in options.items() if chosen_by.name in (None, name)),
+    flags = engine_options(best, shape.num_experts)
+    remarks = [
+        *(f"{name}: {text}" for name, text in flags.items() if chosen_by.name in (None, name)),
         f"model: {which}, experts in {shape.precision}; EP{', EP'.join(map(str, groups))} with "
         f"{on_node} ranks a node on {card.name}; expert times: {source}",
         f"taken as such: {seconds:g} s of serving a window (--window-seconds), {context} tokens a "
@@ -226,7 +226,7 @@ def recommend_command(
         f"{dense_gb:g} GB a rank beside experts (--dense-gb); no queue or scheduler is modelled",
     ]
     if drafts:
-        stated.append(
+        remarks.append(
             f"a step verifies {speculation.verified} tokens of a sequence and gives "
             f"{speculation.given:.2f}; each draft takes a layer of the mean length"
         )
@@ -237,8 +237,9 @@ def recommend_command(
         tables += [batch_table(answer).for_terminal()] if answer.batches else []
         print_plain(*first, *tables, *sentences)
 
-    stated += [f"note: {note}" for note in load.notes]
-    sentences = [*answer.sentences(), *written, *stated]
+    remarks += [f"note: {note}" for note in load.notes]
+    verdict = verdict_of(question, best)
+    sentences = [*answer.sentences(), *written, *remarks, f"verdict: {verdict.sentence}"]
     found = {
         "command": command_line(),
         "model": which,
@@ -246,12 +247,13 @@ def recommend_command(
         "most_ms": most_ms,
         "recommended": best.as_json() if question.is_within(best) else None,
         "runner_up": answer.candidates[1].as_json() if len(answer.candidates) > 1 else None,
-        "engine_options": options,
+        "engine_options": flags,
         "assumed": assumed,
         "expert_times": source,
         "candidates": [one.as_json() for one in answer.candidates],
         "unfit": [one.as_json() for one in answer.unfit],
         "batches": [asdict(one) for one in answer.batches],
+        "verdict": verdict.to_dict(),
         "sentences": sentences,
     }
     report.give(found, show)

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from api.cli.options import DeploymentName, ReportOptions, Seed, Steps, with_options
+from api.cli.options import FileOptions, ReportOptions, RoutingOptions, Seed, Steps, with_options
 from api.cli.simulator.options import (
-    MAX_WINDOWS,
     EngineOptions,
     ExpertTimes,
     Overlap,
@@ -20,6 +19,7 @@ from api.cli.simulator.options import (
     StepOptions,
     Trace,
     command_line,
+    reading_of,
     replayed,
 )
 from api.terminal.printable import print_plain
@@ -32,8 +32,7 @@ from simulations.pages.of_commands import comparison_page
 from simulations.peers import register_peers
 from simulations.replay import Scenario, chosen_of, replay_all
 from simulations.report import comparison_table, conclusions, limit_of, summary
-from telemetry.formats.routing import Layout
-from telemetry.formats.types import ReadOptions
+from telemetry.formats.types import Layout
 
 LIMIT_BROKEN = 1  # exit code
 
@@ -44,6 +43,8 @@ def simulate(
     chosen_by: EngineOptions,
     plots: PlotOptions,
     timed: StepOptions,
+    stated: FileOptions,
+    routing: RoutingOptions,
     report: ReportOptions,
     ranks: Annotated[
         int | None,
@@ -72,21 +73,10 @@ def simulate(
             "contiguous, greedy, auto."
         ),
     ] = None,
-    window_tokens: Annotated[
-        int | None,
-        typer.Option(
-            max=1_000_000_000,
-            help="Tokens in a window of a trace; 4096, or fewer for 24 windows, if not given.",
-        ),
-    ] = None,
     past: Past = 16,
     every: Annotated[
         int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
-    experts: Annotated[
-        int | None,
-        typer.Option(max=1_048_576, help="Experts of a trace; the largest id + 1 if not given."),
-    ] = None,
     layout: Annotated[
         Layout | None, typer.Option(help="Axes of expert_ids, if the file has no names for them.")
     ] = None,
@@ -114,7 +104,6 @@ def simulate(
     failures: Annotated[
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")
     ] = False,
-    deployment: DeploymentName = "demo",
     seed: Seed = 0,
     fail_if: Annotated[
         list[str] | None,
@@ -128,13 +117,15 @@ def simulate(
     rule = chosen_by.rule()
     limits = [limit_of(text) for text in fail_if or ()]
     shape = timed.shape()
-    options = ReadOptions(
-        num_experts=experts,
-        window_tokens=window_tokens,
-        max_windows=MAX_WINDOWS,
-        deployment=deployment,
+    options = reading_of(
+        trace,
+        stated,
+        timed,
+        num_hidden=chosen_by.hidden_layers,
+        layout=layout,
+        **vars(routing),
     )
-    load = windows_of(trace, options, seed, shape, layout, batch)
+    load = windows_of(trace, options, seed, shape, batch, stated.input_format)
     if steps is not None:
         load = replace(load, steps=steps)
     at = load.deployment

@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from api.cli.options import AsJson, DeploymentName, Steps, numbers, with_options
+from api.cli.options import AsJson, FileOptions, RoutingOptions, Steps, numbers, with_options
 from api.cli.simulator.options import (
-    MAX_WINDOWS,
     Intervals,
     Overlap,
     Past,
@@ -25,6 +24,7 @@ from api.cli.simulator.options import (
     Trace,
     command_line,
     names_in,
+    reading_of,
 )
 from api.terminal.printable import print_error, print_plain, printable
 from api.terminal.progress import progress
@@ -55,6 +55,7 @@ from simulations.sweep.run import (
     sweep,
 )
 from simulations.workloads import PREFIX
+from telemetry.formats.model_config import model_digest
 from telemetry.formats.types import ReadOptions
 
 INCOMPLETE = 1  # exit code
@@ -67,6 +68,8 @@ def sweep_command(
     trace: Trace,
     plots: PlotOptions,
     timed: StepOptions,
+    stated: FileOptions,
+    routing: RoutingOptions,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="Folder of the results; run again to go on."),
@@ -92,13 +95,14 @@ def sweep_command(
     task_minutes: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="A task that takes longer has failed.")
     ] = TASK_S / 60,
-    deployment: DeploymentName = "demo",
     json_output: AsJson = False,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
     times = (timed.model, timed.hardware, timed.prefill, timed.other_us or 0.0, overlap)
-    settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision)
-    load = _load(trace, steps, timed, deployment)
+    digest = model_digest(timed.model) if timed.model is not None else ""
+    settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision, digest)
+    options = reading_of(trace, stated, timed, **vars(routing))
+    load = _load(trace, steps, timed, options, stated.input_format)
     register_peers()
     policies = names_in(policy)
     check_names(policies)
@@ -134,16 +138,16 @@ def sweep_command(
         raise typer.Exit(INCOMPLETE)
 
 
-def _load(trace: str, steps: int | None, timed: StepOptions, deployment: str) -> Load:
+def _load(
+    trace: str, steps: int | None, timed: StepOptions, options: ReadOptions, name: str | None
+) -> Load:
     """The load, checked against the options as far as no replay is needed."""
     shape = timed.shape()
     if timed.hardware is not None:
         hardware_named(timed.hardware)
         if shape is None:
             raise ConfigError("times of steps need the sizes of experts, expected --model")
-    windows = windows_of(
-        trace, ReadOptions(max_windows=MAX_WINDOWS, deployment=deployment), 0, shape
-    )
+    windows = windows_of(trace, options, 0, shape, name=name)
     model_of(shape, windows, trace)
     if timed.hardware is not None:
         check_steps(windows, trace, steps)

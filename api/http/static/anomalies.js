@@ -17,6 +17,7 @@ export const ADVICE = {
   "no-progress": "If only the mover hangs, the migration is dropped by itself. If no step completes, restart the rank.",
   "no-leader": "Start eplb serve or eplb controller. Ranks serve meanwhile, and nothing is balanced.",
   "rank-gone": "The others serve its experts. eplb launch starts it again to join them, or retire it: eplb retire.",
+  "engine-plans": "Repair what the reason names: the plug-in then plans again by itself.",
   "rank-uncounted": "Switch observe on until its dispatcher counts.",
   "start-waits": "Start what the launcher waits for; then the ranks start by themselves.",
   "process-down": "Read its log. A process beyond its restart budget is started again each minute.",

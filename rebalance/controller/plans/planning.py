@@ -19,7 +19,7 @@ from eplb.core.constraints import Constraints
 from eplb.core.cost import CostModel, Decision
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import FloatArray
-from eplb.core.load import FEWEST_WINDOWS, LoadHistory
+from eplb.core.load import FEWEST_WINDOWS, LoadHistory, blocks
 from eplb.core.placement import Placement, check_fits, undrained
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
@@ -111,10 +111,12 @@ class Planning:
             since = min(sum(window.index in under for window in part), seen.num_windows)
             if since <= FEWEST_WINDOWS or serving.num_slots != group.topology.num_slots:
                 continue  # with other slots the plan is refused, and the reason is noted
-            latest = seen.tokens[seen.num_windows - since :]
+            starts = blocks(seen.tokens.sum(axis=(1, 2)))
+            alike = seen.joined(starts)  # a window with few tokens stands out by its noise alone
+            latest = alike.tokens[starts >= seen.num_windows - since]
             balance = imbalance(latest, serving, group.topology).mean(axis=1)
-            if suspected := suspected_change(seen, balance):
-                self._believed = group.run.run, part[-suspected].index
+            if suspected := suspected_change(alike, balance):
+                self._believed = group.run.run, part[starts[-suspected]].index
         changes += [one for one in windows if (group.run.run, one.index) == self._believed]
         first = max(changes, key=lambda window: window.index, default=None)
         if first is not None:

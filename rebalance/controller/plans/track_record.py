@@ -17,10 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb.core.cost import Decision, Objective
+from eplb.core.load import num_full_blocks
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem, Record
 from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.decision.outcome import Plan
+from telemetry.load.drift import LOOK_BACK
 from telemetry.load.folder import Window
 from telemetry.state.events import Event, PlanOffer, plan_offer, read_event
 from telemetry.state.store import StateStore
@@ -107,7 +109,7 @@ class TrackRecord:
         for promise in self._open:
             since = {one for one in self._generations if one >= promise.target.generation}
             count = _latest_under(since, windows)
-            if count >= ENOUGH:
+            if _num_full(windows, count) >= ENOUGH:
                 self._open.remove(promise)
                 return self._judged(promise, problem_of(windows[-count:]))
         return None
@@ -123,6 +125,14 @@ class TrackRecord:
         )
         self._store.add_event(KIND, vars(judgement))
         return Judged(promise, given)
+
+
+def _num_full(windows: Sequence[Window], count: int) -> int:
+    """How many windows the latest ``count`` are worth; those with few tokens tell little."""
+    if count < ENOUGH:
+        return count
+    seen = windows[-max(count, LOOK_BACK) :]
+    return num_full_blocks(np.array([window.tokens.sum() for window in seen]), count)
 
 
 def _latest_under(generations: Collection[int], windows: Sequence[Window]) -> int:

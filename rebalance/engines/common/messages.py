@@ -32,6 +32,7 @@ class SampleOrigin:
     whole: str = ""  # deployment of all groups; "": it has this one alone
     engine: str = ""  # name of the engine among several
     groups: tuple[str, ...] = ()  # deployments of the groups of this engine
+    untried: str = ""  # why this release is observed first; "": it was tested
 
     @property
     def is_first(self) -> bool:
@@ -53,15 +54,10 @@ class MoveOutcome:
     """What came of a question."""
 
     question: PlanQuestion
-    # The plan's figures, by the names that a controller's have: decision, num_moves, before, after.
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)  # of the plan, as a controller's
     error: str = ""
     kept: str = ""  # why the plan, which would move experts, does not
-
-    @property
-    def is_kept_plan(self) -> bool:
-        """Whether it is a plan that a switch of the deployment keeps."""
-        return bool(self.figures.get("num_moves")) and self.kept not in ("", UNREAD)
+    is_begun: bool = False  # the ranks move to the plan: its map, or an error, ends the question
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +70,7 @@ class MapChange:
     generation: int
     reason: str
     question: PlanQuestion | None = None  # whose plan it is; it ends with the map
+    figures: dict[str, Any] = field(default_factory=dict)  # of that plan
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,9 @@ class LinkReport:
     is_on: bool  # what was handed over reaches the store
     why_kept: str  # why nothing may move now, by the deployment's switches; on rank 0
     num_failures: int  # failed calls of the store
-    plans: bool | None = None  # whether the last plan was made; None: none was asked for
+    num_failed_plans: int | None = None  # in a row; None: no plan was asked for
+    num_safe: int = 0  # messages from the first on that survive the end of the process
+    num_dropped: int = 0  # samples that the spool had no room for
 
 
 END = b""  # the last message of a rank

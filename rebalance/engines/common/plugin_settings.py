@@ -38,7 +38,9 @@ class EngineSettings:
     plan: Annotated[bool, Setting("plan in place of the engine")] = True
     shares: Annotated[bool, Setting("uneven shares of replicas; needs the policy")] = True
     tap: Annotated[bool, Setting("write loads and placements of the engine to the store")] = True
-    mover: Annotated[bool, Setting("check the digests of experts that move")] = True
+    mover: Annotated[
+        bool, Setting("check the digests of experts that move, and repair wrong ones")
+    ] = True
     check: Annotated[
         bool, Setting("compare live slots with the experts of the map, now and then")
     ] = True
@@ -59,9 +61,32 @@ class EngineSettings:
     max_moved: Annotated[
         float, Setting("part of all slots that a plan after the first may move", at_most=1)
     ] = 0.1
+    failed_plans: Annotated[
+        int,
+        Setting(
+            "plans in a row that fail before the engine's own balancer plans, until one succeeds",
+            at_least=1,
+            at_most=1000,
+        ),
+    ] = 3
+    store_deadline_s: Annotated[
+        float,
+        Setting(
+            "time without an answer of the store before the engine's own balancer plans, until it "
+            "answers",
+            above=0,
+            at_most=86_400,
+        ),
+    ] = 600.0
     load_deadline_s: Annotated[
-        float, Setting("deadline for all ranks to load the plug-in", above=0, at_most=3600)
-    ] = 60.0
+        float,
+        Setting(
+            "deadline for all ranks to load the plug-in, from the first that has loaded its "
+            "weights; well below the engine's own wait (600 s with NCCL)",
+            above=0,
+            at_most=3600,
+        ),
+    ] = 300.0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -46,11 +46,11 @@ from rebalance.weights.expert_records import (
     Tensors,
     bytes_of,
     digest_of,
+    digests_of,
     offer,
     origin_of,
     rows_of,
     together,
-    write,
 )
 from rebalance.weights.sources import WeightSources
 from runtime.group import gathered
@@ -65,8 +65,8 @@ log = logging.getLogger(__name__)
 
 def slot_digests(weights: Tensors) -> torch.Tensor:
     """[C, 2] digests of the slots of a layer on this rank."""
-    found = [digest_of(bytes_of(rows_of(weights, row))) for row in range(len(weights[0]))]
-    return torch.tensor(found, dtype=torch.int64)
+    records = [rows_of(weights, row) for row in range(len(weights[0]))]
+    return torch.tensor(digests_of(records), dtype=torch.int64)
 
 
 def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -76,16 +76,16 @@ def of_all_ranks(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.stack(everyone)
 
 
-def agreed(held: NDArray[np.int64], by_rank: torch.Tensor, layer: int) -> dict[int, Digest]:
+def agreed(held: NDArray[np.int64], slots: torch.Tensor, layer: int) -> dict[int, Digest]:
     """The digest of each expert: that of its first slot.
 
     Args:
         held: [S] experts by slot.
-        by_rank: [R, C, 2] digests of the slots of a layer.
+        slots: [S, 2] digests of the slots of a layer.
         layer: for the log.
     """
     found: dict[int, Digest] = {}
-    table = by_rank.reshape(-1, 2).tolist()
+    table = slots.tolist()
     for slot, (expert, (plain, weighted)) in enumerate(zip(held.tolist(), table, strict=True)):
         if found.setdefault(expert, (plain, weighted)) != (plain, weighted):
             log.error(
@@ -112,7 +112,7 @@ class Kept:
         self, client: EngineRecordsClient, server: EngineRecords | None, digests: torch.Tensor
     ) -> None:
         self._client, self.server, self._lock = client, server, threading.Lock()
-        self._is_closed, self._digests = False, digests
+        self._is_closed, self.digests = False, digests
         sources = WeightSources(None, client)
         alone = Topology.uniform(num_nodes=1, ranks_per_node=1, slots_per_rank=1)
         choice = SourceChoice(0, alone, sources.readable, no_ranks)
@@ -124,7 +124,7 @@ class Kept:
 
     def digest_of(self, layer: int, expert: int) -> Digest:
         """The digest of an expert's record at the load."""
-        plain, weighted = self._digests[layer, expert].tolist()
+        plain, weighted = self.digests[layer, expert].tolist()
         return plain, weighted
 
     def is_right(self, layer: int, expert: int, tensors: Tensors) -> bool:
@@ -164,18 +164,12 @@ class Kept:
             finally:
                 for _ in self._stager.drain():
                     pass
-                self._client.release([(layer, expert)])
-            return self._into.clone()
-
-    def restore(self, layer: int, expert: int, tensors: Tensors) -> bool:
-        """Write the record of an expert into a slot that lacks it; whether there is one."""
-        try:
-            write(self.bring(layer, expert), tensors)
-        except MigrationError as exc:
-            log.error("layer %d expert %d: %s", layer, expert, exc)
-            return False
-        log.warning("layer %d expert %d: from kept records", layer, expert)
-        return True
+                try:
+                    self._client.release([(layer, expert)])
+                except MigrationError as exc:  # its leases ended with the host cache
+                    log.info("layer %d expert %d: %s", layer, expert, exc)
+            # By numpy: a thread of ours in an engine's process starts no thread pool of torch.
+            return torch.from_numpy(self._into.numpy().copy())
 
     def close(self) -> None:
         """End the connection to the host cache, and the host cache if it is in this rank."""
@@ -215,11 +209,14 @@ def capture(
             if not embeds:
                 together(lambda: _probe(place), group)
             weights, held = together(find, group)
-            own = together(lambda: torch.stack([*map(slot_digests, weights)]), group)
-            digests = _digests_of_experts(held, of_all_ranks(own, group))
+            slots = digests_of_slots(weights, group)
+            digests = digests_of_experts(held, slots)
+            num_own = len(weights[0][0])
+            mine = dist.get_rank(group) * num_own
+            own = slots[:, mine : mine + num_own]
             origin = together(lambda: origin_of(weights, digests, model), group)
             client, server = _attached(place, settings, origin, group, undo)
-            first = _first_held(held, dist.get_rank(group), own.shape[1])
+            first = _first_held(held, dist.get_rank(group), num_own)
             together(lambda: offer(client, weights, own, first, origin.record_bytes), group)
         except MigrationError as exc:
             level = logging.ERROR if embeds else logging.INFO
@@ -229,21 +226,45 @@ def capture(
     return Kept(client, server, digests)
 
 
+def digests_of_slots(weights: list[Tensors], group: dist.ProcessGroup) -> torch.Tensor:
+    """[L, S, 2] digests of the slots of all ranks; collective.
+
+    Raises:
+        MigrationError: a rank could not read its weights; on all ranks alike.
+    """
+    own = together(lambda: torch.stack([*map(slot_digests, weights)]), group)
+    return of_all_ranks(own, group).transpose(0, 1).reshape(len(own), -1, 2)
+
+
+def digests_of_experts(held: NDArray[np.int64], slots: torch.Tensor) -> torch.Tensor:
+    """[L, E, 2] of all experts, each that of its first slot, from [L, S, 2] of all slots."""
+    table = torch.zeros((len(held), int(held.max()) + 1, 2), dtype=torch.int64)
+    for layer, row in enumerate(held):
+        for expert, found in agreed(row, slots[layer], layer).items():
+            table[layer, expert] = torch.tensor(found)
+    return table
+
+
+def num_differing(held: NDArray[np.int64], slots: torch.Tensor) -> int:
+    """How many slots do not have the bytes of the first slot of their expert.
+
+    Args:
+        held: [L, S] experts by slot.
+        slots: [L, S, 2] digests.
+    """
+    num = 0
+    for row, digests in zip(held.tolist(), slots.tolist(), strict=True):
+        first: dict[int, list[int]] = {}
+        num += sum(first.setdefault(*pair) != pair[1] for pair in zip(row, digests, strict=True))
+    return num
+
+
 def _probe(place: HostCacheAddress | None) -> None:
     """Refuse where no ``eplb host-cache`` answers, before weights are read for it."""
     if place is None:
         raise MigrationError("the deployment has no secret on this host, expected eplb host-cache")
     wire, _ = connect(place, CONNECT_S)
     wire.close()
-
-
-def _digests_of_experts(held: NDArray[np.int64], by_rank: torch.Tensor) -> torch.Tensor:
-    """[L, E, 2] of all experts, from [R, L, C, 2] of all slots."""
-    table = torch.zeros((len(held), int(held.max()) + 1, 2), dtype=torch.int64)
-    for layer, row in enumerate(held):
-        for expert, found in agreed(row, by_rank[:, layer], layer).items():
-            table[layer, expert] = torch.tensor(found)
-    return table
 
 
 def _first_held(held: NDArray[np.int64], rank: int, num_own: int) -> dict[Record, int]:

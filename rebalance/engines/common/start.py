@@ -15,14 +15,17 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import eplb
+from eplb.core.model import named_ranks
 from eplb.errors import ConfigError, RankError, reason_of
 from eplb.packages import PACKAGES, check_packages
 from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE, PROFILE_NAME
@@ -32,9 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 GAUGE = "eplb_engine_plugin_loaded"
 PREFIX = "eplb-plugin"
 REFUSED = "refused: "  # before the reason of a rank that cannot take part
+PATIENCE_S = 10.0  # before a rank says whom it waits for
+LIBRARIES = ("numba", "scipy", "zstandard")  # that the plug-in needs and an engine may lack
 LOG_FORMAT = "EPLB %(levelname)s %(asctime)s [%(process)d] %(message)s"
 
 
@@ -72,6 +78,22 @@ def set_part(engine: str, part: str, *, is_on: bool) -> None:
         gauge.labels(engine, part).set(int(is_on))
 
 
+def say_who_plans(engine: str, why: str, *, is_engine: bool) -> None:
+    """Log that the engine's own balancer plans from now on, or this plug-in, and set the gauge.
+
+    Args:
+        engine: its name.
+        why: the engine plans, as rank 0 knows it; "": another rank.
+        is_engine: all ranks have agreed on it.
+    """
+    set_part(engine, "policy", is_on=not is_engine)
+    own = f"{NAMES[engine]}'s own balancer"
+    if is_engine:
+        log.error("%s plans from now on: %s", own, why or "the log of rank 0 has the reason")
+    else:
+        log.warning("this plug-in plans again, in place of %s", own)
+
+
 def show_log() -> None:
     """Write the log of this project to the error stream of the process, with a prefix.
 
@@ -103,10 +125,14 @@ def load_plugin(
         return False
     try:
         check_packages(("runtime", "telemetry", "rebalance"))
+        check_libraries(LIBRARIES)  # first: what follows imports them
         from rebalance.engines.common.plugin_settings import settings_of
+        from telemetry.state.store import file_of
 
         settings = settings_of(environ)
         assert settings is not None, "the variable is set"
+        if file_of(settings.deployment.store_url) is None:
+            check_libraries(["redis"])
         for refusal in install(settings):
             raise ConfigError(refusal)
     except Exception as exc:  # whatever it is, the engine starts
@@ -115,6 +141,17 @@ def load_plugin(
         return False
     log.info("EPLB plug-in loaded for deployment %r", settings.deployment.name)
     return True
+
+
+def check_libraries(names: Iterable[str]) -> None:
+    """Check that libraries are installed, before a part that needs them fails while it serves.
+
+    Raises:
+        ConfigError: some are missing; the message names all of them.
+    """
+    missing = " ".join(name for name in names if find_spec(name) is None)
+    if missing:
+        raise ConfigError(f"{missing}: not installed here, expected: pip install {missing}")
 
 
 def facts_of(engine: str, settings: PluginSettings) -> str:
@@ -197,13 +234,14 @@ def join(
     lines = [f"{key}/{other}" for other in range(size)]
     facts = f"group {group.name!r}, {facts}" if group.name else facts
     store.set(lines[rank], f"{REFUSED}{refusal}" if refusal else facts)
-    try:
-        store.wait(lines, timedelta(seconds=deadline_s))
-    except RuntimeError:  # torch's DistStoreError among them
-        missing = [other for other in range(size) if not store.check([lines[other]])]
+    _wait_for(store, lines, min(PATIENCE_S, deadline_s))
+    if missing := _missing(store, lines):
+        waiting = f"rank {rank} of {size} has loaded its weights and waits for"
+        log.warning("%s %s, at most %g s", waiting, named_ranks(missing), deadline_s)
+    if not _wait_for(store, lines, deadline_s - PATIENCE_S):
         refused = (
-            f"ranks {missing} of {size} did not load the plug-in within {deadline_s:g} s, "
-            "expected all"
+            f"ranks {_missing(store, lines)} of {size} did not load the plug-in within "
+            f"{deadline_s:g} s, expected all"
         )
     else:
         refused = _difference([str(store.get(line), "utf-8") for line in lines])
@@ -220,6 +258,19 @@ def join(
         raise RankError(f"rank {rank}: {decision['refused']}")
     log.info("rank %d of %d, run %s", rank, size, decision["run"])
     return Joined(group, decision["run"], decision["base"])
+
+
+def _wait_for(store: Any, lines: list[str], time_s: float) -> bool:
+    """Wait until all lines are there; whether they are."""
+    if time_s > 0:
+        with suppress(RuntimeError):  # torch's DistStoreError among them
+            store.wait(lines, timedelta(seconds=time_s))
+            return True
+    return bool(store.check(lines))
+
+
+def _missing(store: Any, lines: list[str]) -> list[int]:
+    return [rank for rank, line in enumerate(lines) if not store.check([line])]
 
 
 def _difference(lines: list[str]) -> str:

@@ -3,7 +3,8 @@
 A rank of an engine starts it (``store_process``), and it ends with the connection. The interpreter
 of the engine is therefore never held up by what a sample costs on its way to the store, and what a
 rank has sent survives the rank's death. A store that is gone is tried again; samples wait in
-memory or in the spool meanwhile.
+memory or in the spool meanwhile. What it has taken is acknowledged once it is in the store or on
+disk; the rank sends the rest again to the next process.
 
 On rank 0 it also holds the lease of the deployment, so that two engines never share a run, and the
 controller's, works off tasks of kind ``rebalance``, reads the
@@ -32,11 +33,14 @@ from typing import Any
 
 import numpy as np
 
+from eplb.core.cost import Decision
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
-from eplb.errors import EplbError, StaleGeneration, StoreError
+from eplb.errors import EplbError, PlacementError, StaleGeneration, StoreError
+from eplb.migration.serialisation import topology_from_dict
 from eplb.settings.loader import GROUP_VARIABLE
 from eplb.versions import CONTROLLER, Announcement
+from rebalance.engines.common.fsck.report import Report, report_of
 from rebalance.engines.common.messages import (
     UNREAD,
     LinkReport,
@@ -57,11 +61,12 @@ from rebalance.types import SWITCHED_OFF
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
 from telemetry.load.spool import Spool
+from telemetry.state.events import OUTCOME_OF_EVENT, PlanEnd, PlanOffer, plan_offer
 from telemetry.state.holder import new_holder, shown
 from telemetry.state.lease import Lease, LeaseOf
 from telemetry.state.runs import REPORT_EVERY_S, RankState
 from telemetry.state.store import StateStore
-from telemetry.state.tasks import TaskResult
+from telemetry.state.tasks import TaskResult, TaskState
 
 log = logging.getLogger(f"{__package__}.store_link")  # the module runs as __main__
 
@@ -70,7 +75,6 @@ CONTROL_S = 0.25  # how often lease, switches and tasks are looked at
 RANK_REPORT_S = 2.0  # from one report of the rank to the next, also while it runs no pass
 LEASE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # after a failure of the store
-MOST_SAMPLES, MOST_EVENTS, MOST_MAPS = 4096, 1000, 64  # that wait for a store; the oldest go
 MOST_WINDOWS = 64  # windows that wait for the planner; the oldest go
 NICENESS = 5  # below the engine, which shares the host's processors
 
@@ -85,17 +89,13 @@ class StoreLink:
 
     def __init__(self, identity: SampleOrigin, reply: Callable[[Reply], None]) -> None:
         self._identity, self._reply = identity, reply
-        self._samples: deque[LoadSample] = deque(maxlen=MOST_SAMPLES)
-        self._events: deque[Noted] = deque(maxlen=MOST_EVENTS)
-        self._maps: deque[MapChange] = deque(maxlen=MOST_MAPS)
-        self._outcomes: deque[MoveOutcome] = deque()
-        self._queues: dict[type, deque[Any]] = {
-            LoadSample: self._samples,
-            MapChange: self._maps,
-            Noted: self._events,
-            MoveOutcome: self._outcomes,
-        }
+        # The rank sends no more than MOST_SENT messages before the first of them is safe.
+        self._samples: deque[LoadSample] = deque()
+        self._records: deque[Noted | MapChange | MoveOutcome] = deque()  # in the order of writing
+        self._num_taken = 0  # messages of the rank
+        self._outcomes: deque[MoveOutcome] = deque()  # that end tasks
         self._open_task = 0  # the task that the rank works on; 0: none
+        self._failure = ""  # of the latest plan, where it was the first with these words
         self._store: StateStore | None = None
         self._whole: StateStore | None = None  # of a deployment with several groups, on rank 0
         self._reporter: Reporter | None = None
@@ -106,6 +106,9 @@ class StoreLink:
         self._num_failures = self._num_errors = 0
         self._report = LinkReport(False, self._unread, -1)  # the last one; none was sent yet
         self._reporting = Lock()
+        self._is_failing = False  # whether the failure that lasts was logged
+        # Why a release that was not tested moves nothing yet; "" once all ranks have checked.
+        self._unproved, self._next_proof = identity.untried, 0.0
         self._end = Event()
         self._planning = PlannerLink(identity, self) if identity.planner else None
         self._thread = Thread(target=self._run, name="eplb-store-link", daemon=True)
@@ -113,9 +116,10 @@ class StoreLink:
 
     def take(self, message: ToStore) -> None:
         """Queue a message of the rank."""
-        if self._planning is not None and self._planning.takes(message):
-            return
-        self._queues[type(message)].append(message)
+        if self._planning is None or not self._planning.takes(message):
+            queue: deque[Any] = self._samples if isinstance(message, LoadSample) else self._records
+            queue.append(message)
+        self._num_taken += 1
 
     def close(self) -> None:
         """End the thread, and write what still waits if the store answers."""
@@ -131,17 +135,20 @@ class StoreLink:
             try:
                 self._turn(is_last=is_last)
                 pause_s, wait_s = FIRST_PAUSE_S, TICK_S
-                self._send_report(is_on=self._reaches_the_store())
+                self._is_failing &= not self._has_run  # a second engine is refused again and again
+                self._send_report(is_on=self._reaches_the_store(), **self._safe())
             except Exception as exc:
                 level = logging.WARNING if isinstance(exc, (EplbError, OSError)) else logging.ERROR
-                if wait_s == TICK_S:
+                if not self._is_failing:
                     log.log(level, "the store cannot be used: %s; the engine serves on", exc)
+                self._is_failing = True
                 self._num_failures += 1
                 self._send_report(is_on=False, why_kept=self._unread)
                 pause_s, wait_s = min(2 * pause_s, LONGEST_PAUSE_S), pause_s
         if self._reporter is not None:
             with suppress(EplbError):
                 self._reporter.close(5.0)
+            self._send_report(**self._safe())
         if self._store is not None:
             with suppress(EplbError):
                 for lease in self._leases.values():
@@ -160,6 +167,17 @@ class StoreLink:
         if stats.errors > before:
             return False
         return stats.errors == 0 or stats.waiting == 0 or self._report.is_on
+
+    def _safe(self) -> dict[str, int]:
+        """How many messages survive the end of this process, and how many samples were dropped."""
+        if self._reporter is None:
+            return {}
+        num_taken = self._num_taken  # first: what is taken from now on is looked for in vain
+        waits, stats = bool(self._samples or self._records), self._reporter.stats()
+        is_safe = not waits and not stats.waiting_in_memory
+        return {"num_dropped": stats.dropped + stats.refused} | (
+            {"num_safe": num_taken} if is_safe else {}
+        )
 
     @property
     def why_kept(self) -> str:
@@ -183,9 +201,9 @@ class StoreLink:
 
         A plan's outcome comes from the ranks, with the map.
         """
-        self._send_report(plans=not outcome.error)
-        if not record:
-            self._outcomes.append(outcome)
+        num_failed = (self._report.num_failed_plans or 0) + 1 if outcome.error else 0
+        self._send_report(num_failed_plans=num_failed)
+        self._records.append(replace(outcome, is_begun=bool(record)))
         self._reply(PlannerAnswer(outcome.question, np.frombuffer(record, dtype=np.uint8)))
 
     def _turn(self, *, is_last: bool) -> None:
@@ -193,15 +211,14 @@ class StoreLink:
         if not self._begins(store) and (self._identity.is_first or not is_last):
             return
         self._offer()
-        while self._events:
-            store.add_event(self._events[0].kind, self._events[0].detail)
-            self._events.popleft()
+        while self._records:
+            self._write(store, self._records[0])
+            self._records.popleft()
         if time.monotonic() >= self._next_rank_report:
             self._report_rank(store)
             self._next_rank_report = time.monotonic() + RANK_REPORT_S
         if not self._identity.is_first:
             return
-        self._commit(store)
         if time.monotonic() >= self._next_control:
             self._control(store)
             self._next_control = time.monotonic() + CONTROL_S
@@ -274,25 +291,74 @@ class StoreLink:
             RankState(run, rank, now, step, generation, "idle", 0, 0, sequence, 0, detail=detail)
         )
 
-    def _commit(self, store: StateStore) -> None:
-        """Write maps that serve, oldest first; one that cannot be written waits for the store."""
-        while self._maps:
-            change = self._maps[0]
+    def _write(self, store: StateStore, record: Noted | MapChange | MoveOutcome) -> None:
+        if isinstance(record, Noted):
+            store.add_event(record.kind, record.detail)
+        elif isinstance(record, MapChange):
+            self._commit(store, record)
+        else:
+            self._note_plan(store, record)
+
+    def _commit(self, store: StateStore, change: MapChange) -> None:
+        """Write a map that serves."""
+        serving, error = store.committed(), ""
+        expected = None if serving is None else serving.placement.generation
+        before = change.held if serving is None else serving.placement.slot_to_expert
+        share = () if change.share is None else (change.share,)
+        plan_id = self._open_plan(store) if change.figures else 0
+        try:
+            placement = Placement(change.held, change.num_experts, change.generation, *share)
+            store.commit(placement, expected=expected, plan_id=plan_id, reason=change.reason)
+        except (PlacementError, StaleGeneration) as exc:
+            # Generations begin with the time of the engine's start: its clock may have gone back.
+            error = f"the map that serves cannot be written: {exc}"
+            log.warning("%s", error)
+            self._note_error(store, "map", error, plan_id)
+        if change.question is not None and change.question.task_id:
+            moves = int((change.held != before).sum()) if before.shape == change.held.shape else 0
+            served = {"moves": moves, "serves": change.generation, "plan_id": plan_id}
+            figures = change.figures | served
+            self._outcomes.append(MoveOutcome(change.question, figures, error))
+
+    def _note_plan(self, store: StateStore, outcome: MoveOutcome) -> None:
+        """Record a plan as a controller does: its decision, and that the ranks begin to move."""
+        question = outcome.question
+        if outcome.error:
+            self._note_error(store, "plan", outcome.error, self._open_plan(store))
+        elif not question.is_dry and outcome.kept != UNREAD:
+            serving, figures = store.committed(), outcome.figures
+            base = 0 if serving is None else serving.placement.generation
+            target = base + (figures["decision"] != Decision.KEEP.value)
+            about: dict[str, Any] = {"generation": base, "target_generation": target}
+            about |= {"trigger": question.trigger, "actor": "engine"}
+            if question.task_id:
+                about |= {"trigger": "request", "actor": f"task {question.task_id}"}
+            if outcome.kept and target > base:
+                about["reason"] = f"{figures['reason']} (not moved: {outcome.kept})"
+            store.add_event("plan", figures | about)
+            if outcome.is_begun:
+                offer = PlanOffer(store.next_plan_id(), base, target, figures["moves"], 1)
+                store.add_event("publish", vars(offer))
+        if not outcome.error:
+            self._failure = ""
+        if question.task_id and not outcome.is_begun:
+            self._outcomes.append(outcome)
+
+    def _note_error(self, store: StateStore, where: str, error: str, plan_id: int) -> None:
+        """Record the end of the open plan, else the first failure with these words."""
+        if plan_id:
             serving = store.committed()
-            expected = None if serving is None else serving.placement.generation
-            if expected is None or expected < change.generation:
-                share = () if change.share is None else (change.share,)
-                placement = Placement(change.held, change.num_experts, change.generation, *share)
-                try:
-                    store.commit(placement, expected=expected, reason=change.reason)
-                except StaleGeneration as exc:
-                    log.warning("the placement that serves cannot be written: %s", exc)
-            self._maps.popleft()
-            if change.question is not None:
-                before = change.held if serving is None else serving.placement.slot_to_expert
-                figures = {"decision": "MOVE", "num_moves": int((change.held != before).sum())}
-                figures |= {"reason": change.reason, "serves": change.generation}
-                self._outcomes.append(MoveOutcome(change.question, figures))
+            generation = None if serving is None else serving.placement.generation
+            store.add_event("abort", vars(PlanEnd(generation, plan_id, error)))
+        elif error != self._failure:
+            store.add_event("error", {"where": where, "message": error})
+            self._failure = error
+
+    def _open_plan(self, store: StateStore) -> int:
+        """Plan id of the plan of this run that the ranks move to; 0: there is none."""
+        latest = next(store.events_backwards({"run", "publish", *OUTCOME_OF_EVENT}), None)
+        offer = None if latest is None else plan_offer(latest)
+        return 0 if offer is None else offer.plan_id
 
     def _control(self, store: StateStore) -> None:
         """Lease, switches and tasks of rank 0."""
@@ -302,6 +368,7 @@ class StoreLink:
             store.announce(Announcement(CONTROLLER, holder))
         # A switch of the whole deployment is one of each group.
         kept = why_kept(store) or ("" if self._whole is None else why_kept(self._whole))
+        kept = kept or self._why_observed(store)
         self._send_report(why_kept=kept, is_on=self._reaches_the_store())
         if lease is None:
             self._leases.pop("controller", None)
@@ -319,22 +386,33 @@ class StoreLink:
         if self._planning is None or not self._planning.takes(question):
             self._reply(question)
 
+    def _why_observed(self, store: StateStore) -> str:
+        if self._unproved and time.monotonic() >= self._next_proof:
+            self._next_proof = time.monotonic() + RANK_REPORT_S
+            num_ranks = topology_from_dict(dict(self._identity.info.topology)).num_ranks
+            lacking = why_unproved(report_of(store), num_ranks)
+            self._unproved = f"{self._identity.untried}: {lacking}" if lacking else ""
+        return self._unproved
+
     def _finish(self, store: StateStore, fence: int) -> None:
         while self._outcomes:
             outcome = self._outcomes[0]
-            task_id = outcome.question.task_id
-            detail = outcome.figures | {"dry_run": outcome.question.is_dry}
-            if outcome.kept:
-                detail["kept"] = outcome.kept
-            if task_id:
-                result = TaskResult(outcome.error, 0, detail)
-                store.finish(task_id, "failed" if outcome.error else "done", result, fence=fence)
-                self._open_task = 0
-            elif outcome.error:
-                store.add_event("engine_plan_failed", {"error": outcome.error})
-            elif outcome.is_kept_plan:
-                store.add_event("engine_plan_kept", detail)
+            state: TaskState = "failed" if outcome.error else "done"
+            plan_id = int(outcome.figures.get("plan_id", 0))
+            result = TaskResult(outcome.error, plan_id, _details_of(outcome))
+            store.finish(outcome.question.task_id, state, result, fence=fence)
+            self._open_task = 0
             self._outcomes.popleft()
+
+
+def _details_of(outcome: MoveOutcome) -> dict[str, Any]:
+    """The figures of a plan as the result of a controller's task has them."""
+    names = {"imbalance_before": "before", "imbalance_after": "after", "moves": "num_moves"}
+    detail = {names.get(name, name): value for name, value in outcome.figures.items()}
+    detail["dry_run"] = outcome.question.is_dry
+    if outcome.kept:
+        detail["kept"] = outcome.kept
+    return detail
 
 
 class PlannerLink:
@@ -387,7 +465,7 @@ class PlannerLink:
 
     def _answer(self) -> None:
         question = self._questions[0]
-        begin = time.monotonic()
+        began = time.monotonic()
         try:
             found = self._plan()
         except Exception as exc:
@@ -399,8 +477,16 @@ class PlannerLink:
             return
         self._questions.popleft()
         record, figures = found
-        log.info("trigger=%s %s seconds=%.3f", question.trigger, figures, time.monotonic() - begin)
+        figures = figures | {"plan_seconds": round(time.monotonic() - began, 4)}
         kept = self._link.why_kept
+        log.info(
+            "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
+            figures["decision"],
+            figures["reason"],
+            figures["moves"],
+            figures["plan_seconds"],
+            kept,
+        )
         if not record or question.is_dry or kept:
             record = b""
         self._given = question if record else None
@@ -424,6 +510,18 @@ def why_kept(store: StateStore) -> str:
     for name in ("cordons", "pins"):
         if found := state.text(name):
             return f"{name} are {found!r}, expected none: plans of the plug-in know no {name}"
+    return ""
+
+
+def why_unproved(report: Report, num_ranks: int) -> str:
+    """What a release that was not tested lacks to move experts: each rank's check of its slots."""
+    for rank in range(num_ranks):
+        if reason := report.ranks.get(rank, "it has not begun"):
+            return f"rank {rank} does not check its slots: {reason}"
+        if not report.rounds.get(rank, 0):
+            return f"rank {rank} has not looked at all its slots, expected one round of each rank"
+    for fault in report.faults:
+        return f"the placement check has found a fault: {fault}"
     return ""
 
 

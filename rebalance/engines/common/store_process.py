@@ -2,6 +2,12 @@
 
 The step appends to a queue: no lock, no wait, and no wait for a device. A thread starts the
 process, sends it what waits, reads its rare replies, and starts it again if it dies.
+
+    waiting --sent--> kept until it is safe --report of the process--> forgotten
+                          |
+                          a process that dies: the next one gets it again, in the same order
+
+The store refuses a sample or a map that it has. An event may be there twice.
 """
 
 from __future__ import annotations
@@ -14,13 +20,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Event, Thread
 from typing import Any
 
+from eplb.clock import duration_text
+from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.topology import Topology
+from eplb.errors import counted
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.assembly.config import ReportingConfig
 from rebalance.engines.common.fsck.report import PARTS
@@ -28,6 +38,7 @@ from rebalance.engines.common.messages import (
     END,
     UNREAD,
     MapChange,
+    MoveOutcome,
     Noted,
     PassWindow,
     PlannerAnswer,
@@ -38,15 +49,18 @@ from rebalance.engines.common.messages import (
     from_bytes,
     to_bytes,
 )
-from rebalance.engines.common.plugin_settings import PluginSettings
+from rebalance.engines.common.plugin_settings import EngineSettings, PluginSettings
 from rebalance.engines.common.start import Joined, parts_off, set_part
 from rebalance.engines.common.tap import Counted, IntArray
+from telemetry.load.spool import DEFAULT_CAPACITY
 from telemetry.state.runs import RunInfo, group_name
 
 log = logging.getLogger(__name__)
 
 MOST_WINDOWS = 64  # for the planner, that wait with the samples; each is of all ranks
-MOST_WAITING = 1024  # samples and events while the process starts; further ones are dropped
+MOST_WAITING = 1024  # samples and events that are not sent yet; further ones are dropped
+MOST_SENT = DEFAULT_CAPACITY  # that are not safe yet: as many samples as the process can keep
+END_S = 5.0  # at the end, for a store that does not answer
 LOOK_S = 0.05  # how often the thread sends what waits
 STATE_S = 10.0  # from one event with the state of this rank to the next, except to the last
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before the process is started again
@@ -66,18 +80,25 @@ class StoreProcess:
     def __init__(self, engine: str, identity: SampleOrigin) -> None:
         self._engine, self._identity = engine, identity
         self._waiting: deque[tuple[Any, Make]] = deque()  # with the device's event, or None
+        # By the number of its sending; None for what a new process has no use for.
+        self._sent: deque[bytes | None] = deque()
+        self._num_forgotten = 0  # messages to this process that are safe, the first of all
+        self._num_lost_by_process = 0  # samples for which it had no room
         self._sequence = self.num_dropped = self.num_failures = 0
-        self._map: MapChange | None = None  # the latest, which a new process gets first
+        self.num_failed_plans = 0  # in a row, of the planner of the process
         self.questions: deque[PlanQuestion] = deque()  # questions of the store's tasks
         self.is_asked = False  # whether the planner of the process has a question of this rank
         self.ready: PlannerAnswer | None = None  # a plan of the process; who begins it sets None
         # Why nothing may move now, by the deployment's switches; on rank 0.
         self.why_kept = UNREAD if identity.is_first else ""
+        # The same when they were read last: what a person has switched off stays so.
+        self.switched, self._unread_since = "", time.monotonic()
         self._child: subprocess.Popen[bytes] | None = None
         self._has_report = False  # whether a process has reported if it reaches the store
         self._state: dict[str, Any] = {}  # the state of this rank as it was last sent to the store
         self._next_state = 0.0
         self._end = Event()
+        self._end_at = inf  # when what is not safe yet holds nothing up any more
         set_part(engine, "store", is_on=False)
         self._thread = Thread(target=self._run, name="eplb-store-process", daemon=True)
         self._thread.start()
@@ -108,8 +129,6 @@ class StoreProcess:
 
     def send(self, message: ToStore) -> bool:
         """Hand over anything else; False if it was dropped. Never waits and never raises."""
-        if isinstance(message, MapChange):
-            self._map = message
         return self._offer(lambda: message, None)
 
     def note(self, kind: str, detail: dict[str, Any]) -> bool:
@@ -126,12 +145,13 @@ class StoreProcess:
 
     def close(self, timeout_s: float) -> bool:
         """Have what waits written, up to a deadline; whether the process ended."""
-        self._end.set()
+        self.close_soon()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close_soon(self) -> None:
         """Have the process end once it has written what it has; no wait for it."""
+        self._end_at = min(self._end_at, time.monotonic() + END_S)
         self._end.set()
 
     def _run(self) -> None:
@@ -146,8 +166,10 @@ class StoreProcess:
             if self._identity.planner:
                 set_part(self._engine, "planner", is_on=False)
             if self._identity.is_first:
-                self.why_kept = UNREAD
+                self._keep(UNREAD)
             if self._end.is_set():
+                if num_lost := sum(body is not None for body in self._sent):
+                    log.warning("%d samples and events were not written", num_lost)
                 return
             log.warning("the process at the store ended, started again in %g s", pause_s)
             self._end.wait(pause_s)
@@ -179,27 +201,31 @@ class StoreProcess:
             child.wait()
 
     def _begin(self, connection: Connection) -> None:
-        """Go on with a new process, which gets the latest map."""
+        """Go on with a new process, which gets what is not safe yet."""
         self.questions.clear()  # the new process claims the tasks that are still open
         self.is_asked = False
-        if self._map is not None:
-            # Its question was of the process that died.
-            connection.send_bytes(to_bytes(replace(self._map, question=None)))
+        self._num_forgotten = self._num_lost_by_process = 0
+        again = [body for body in self._sent if body is not None]
+        self._sent = deque(again)
+        for body in again:
+            connection.send_bytes(body)
 
     def _send_waiting(self, connection: Connection) -> bool:
         """Send what waits and the device has copied; whether that was all, and the end after it."""
         while self._waiting:
             copied, make = self._waiting[0]
-            if copied is not None and not copied.query():
+            is_full = len(self._sent) >= MOST_SENT and time.monotonic() < self._end_at
+            if is_full or (copied is not None and not copied.query()):
                 return False
             try:
-                body = to_bytes(make())
+                message = make()
+                body = to_bytes(message)
             except Exception:
                 self.num_dropped += 1
                 log.exception("a sample was lost")
+                self._waiting.popleft()
             else:
-                connection.send_bytes(body)
-            self._waiting.popleft()  # not before: a new process gets what this one did not
+                self._send(connection, message, body)
         is_ending = self._end.is_set()
         if self._has_report and (is_ending or time.monotonic() >= self._next_state):
             self._send_state()
@@ -207,6 +233,24 @@ class StoreProcess:
             return False
         connection.send_bytes(END)
         return True
+
+    def _send(self, connection: Connection, message: ToStore, body: bytes) -> None:
+        """Send a message, and keep what the next process has a use for if this one dies."""
+        again: bytes | None = None
+        if isinstance(message, LoadSample | Noted):
+            again = body
+        elif isinstance(message, MapChange):  # its question is of this process
+            again = to_bytes(replace(message, question=None))
+        elif isinstance(message, MoveOutcome) and not message.question.task_id:
+            again = body
+        self._sent.append(again)
+        self._waiting.popleft()
+        connection.send_bytes(body)
+
+    def _forget(self, num_safe: int) -> None:
+        while self._sent and self._num_forgotten < num_safe:
+            self._sent.popleft()
+            self._num_forgotten += 1
 
     def _send_state(self) -> None:
         """Write which parts are off, and what was lost, as an event once it has changed.
@@ -230,15 +274,52 @@ class StoreProcess:
             if reply.record.size:
                 self.ready = reply
             return
-        if reply.plans is not None:
-            set_part(self._engine, "planner", is_on=reply.plans)
+        if reply.num_failed_plans is not None:
+            self.num_failed_plans = reply.num_failed_plans
+            set_part(self._engine, "planner", is_on=not reply.num_failed_plans)
+        self._forget(reply.num_safe)
+        self.num_dropped += reply.num_dropped - self._num_lost_by_process
+        self._num_lost_by_process = reply.num_dropped
         set_part(self._engine, "store", is_on=reply.is_on)
         self._has_report = True
         self.num_failures = max(self.num_failures, reply.num_failures)
         if reply.why_kept != self.why_kept:
             kept = reply.why_kept
             log.info("the map is kept: %s" if kept else "plans may move experts%s", kept)
-        self.why_kept = reply.why_kept
+        self._keep(reply.why_kept)
+
+    def _keep(self, why_kept: str) -> None:
+        if why_kept == UNREAD != self.why_kept:
+            self._unread_since = time.monotonic()
+        elif why_kept != UNREAD:
+            self.switched = why_kept
+        self.why_kept = why_kept
+
+    @property
+    def unread_s(self) -> float:
+        """For how long the deployment's switches could not be read; on rank 0."""
+        return time.monotonic() - self._unread_since if self.why_kept == UNREAD else 0.0
+
+
+def why_engine_plans(
+    recorder: StoreProcess | None, num_failed: int, settings: EngineSettings, *, is_so: bool
+) -> str:
+    """Why the engine's own balancer has to plan; "": this plug-in does, or nobody may.
+
+    Args:
+        recorder: of rank 0, if it has one.
+        num_failed: plans in a row that failed.
+        settings: how long the plug-in may be without a plan, and without a store.
+        is_so: whether the engine plans already: until a plan is made and the store answers.
+    """
+    if recorder is not None and recorder.switched:
+        return ""
+    if num_failed >= (1 if is_so else settings.failed_plans):
+        return f"{counted(num_failed, 'plan')} in a row failed"
+    unread_s = 0.0 if recorder is None else recorder.unread_s
+    if unread_s > (0.0 if is_so else settings.store_deadline_s):
+        return f"the deployment's store has not answered for {duration_text(unread_s)}"
+    return ""
 
 
 def identity_of(
@@ -247,7 +328,7 @@ def identity_of(
     rank: int,
     model: ModelShape,
     topology: Topology,
-    **planning: Any,
+    **further: Any,
 ) -> SampleOrigin:
     """Whose samples a rank writes.
 
@@ -257,7 +338,7 @@ def identity_of(
         rank: which.
         model: layers and experts of the samples.
         topology: slots of all ranks.
-        planning: further fields of ``SampleOrigin``, where the process plans.
+        further: fields of ``SampleOrigin``.
     """
     described = model_to_dict(model), topology_to_dict(topology)
     info = RunInfo(joined.run, time.time(), *described, settings.telemetry.window_steps)
@@ -265,6 +346,6 @@ def identity_of(
     spool = "" if folder is None else str(folder / group.name / f"rank-{rank:04d}")
     whole, url = settings.deployment.name, settings.deployment.store_url
     if group.name:
-        planning |= {"whole": whole, "engine": group.engine}
-        planning["groups"] = tuple(group_name(whole, one) for one in group.all)
-    return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **planning)
+        further |= {"whole": whole, "engine": group.engine}
+        further["groups"] = tuple(group_name(whole, one) for one in group.all)
+    return SampleOrigin(group_name(whole, group.name), url, rank, info, spool, **further)

@@ -1,4 +1,4 @@
-"""Conformance of SGLang's layers: what its kernels read of a slot, and forced moves by its updater.
+"""Conformance of SGLang's layers: forced moves by its updater.
 
 Shapes:  L rows that are proved, S slots of all ranks, C slots of this rank.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from rebalance.engines.common.conform import Matrix, Operands, Subject
+from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.sglang import engine
@@ -44,7 +44,6 @@ def subject_of(
         methods_of(view, rows),
         lambda target: move(wanted(target)),
         lambda target: live.update(wanted(target), update_layer_ids=rows),
-        lambda row: operands_of(experts_of(view, row), view.num_own),
     )
 
 
@@ -57,15 +56,3 @@ def methods_of(view: EngineView, rows: list[int]) -> dict[int, str]:
     """The quantisation of rows, by the engine's names."""
     found = {row: getattr(experts_of(view, row), "quant_method", None) for row in rows}
     return {row: type(method).__name__.removesuffix("Method") for row, method in found.items()}
-
-
-def operands_of(experts: Any, num_own: int) -> list[Operands]:
-    """[C] what kernels read of each slot."""
-
-    def matrix(stem: str, slot: int) -> Matrix:
-        ends = (f"{stem}_weight_scale_inv", f"{stem}_weight_scale")
-        scales = [one for end in ends if (one := getattr(experts, end, None)) is not None]
-        weight = getattr(experts, f"{stem}_weight")[slot]
-        return Matrix(weight, scales[0][slot] if scales else None)
-
-    return [Operands(matrix("w13", slot), matrix("w2", slot)) for slot in range(num_own)]

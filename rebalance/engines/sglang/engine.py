@@ -7,7 +7,8 @@ process of the engine, and most have no use for these modules.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,10 @@ from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang.planning import RULES, Shape
+from rebalance.engines.sglang.options import why_unserved
+from rebalance.engines.sglang.planning import Shape
+
+Move = Callable[[list[int]], None]
 
 
 def metadata() -> Any:
@@ -38,30 +42,7 @@ def refusal() -> str:
     moe, parallel = get_exec().moe, get_parallel()
     if moe.is_ep_joiner:
         return "this process joins ranks that serve, expected one of their start"
-    if moe.ep_dispatch_algorithm not in RULES:
-        known = ", ".join(RULES)
-        return f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm}, expected one of: {known}"
-    if moe.ep_dispatch_algorithm in ("static", "lp") and moe.moe_a2a_backend == "none":
-        return (
-            f"--ep-dispatch-algorithm {moe.ep_dispatch_algorithm} without an all-to-all back end: "
-            "ranks would choose different replicas of one token's expert, expected dynamic"
-        )
-    mode = moe.expert_distribution_recorder_mode
-    if mode not in ("stat", "stat_approx"):
-        return f"--expert-distribution-recorder-mode {mode}, expected stat"
-    if parallel.pp_size > 1:
-        return (
-            f"--pp-size {parallel.pp_size}, expected 1: the engine's updater counts the ranks of a "
-            "stage from 0, and would move experts between stages"
-        )
-    if dist.get_world_size() != parallel.ep_size:
-        return (
-            f"{dist.get_world_size()} ranks and an expert-parallel size of {parallel.ep_size}, "
-            "expected the same"
-        )
-    if parallel.ep_size % parallel.nnodes:
-        return f"{parallel.ep_size} ranks on {parallel.nnodes} nodes, expected as many on each"
-    return ""
+    return why_unserved(moe, parallel, dist.get_world_size())
 
 
 def is_elastic() -> bool:
@@ -112,6 +93,25 @@ def model_name() -> str:
     return f"sglang {version('sglang')} {model.model_path} {layout}"
 
 
+def expert_weights(model: Any) -> dict[int, list[torch.Tensor]]:
+    """The tensors of the routed experts of each row; a dict, where the model's is of another type.
+
+    Qwen3-MoE's and others' are a ``LazyValue``, which forwards attributes and items alone: Python
+    iterates over it by the indices 0, 1, ..., and ``len`` and ``in`` fail.
+
+    Raises:
+        ConfigError: the model does not show its experts' weights.
+    """
+    weights = getattr(model, "routed_experts_weights_of_layer", None)
+    rows = {} if weights is None else dict(weights.items())
+    if not rows:
+        raise ConfigError(
+            f"{type(model).__name__} has no routed_experts_weights_of_layer, expected the weights "
+            "of its routed experts: without them the engine cannot move experts of this model"
+        )
+    return rows
+
+
 def shape_of(manager: Any, rank: int) -> Shape:
     """Describe the model and its ranks.
 
@@ -121,13 +121,7 @@ def shape_of(manager: Any, rank: int) -> Shape:
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    live, model = metadata(), manager._get_model()
-    weights = getattr(model, "routed_experts_weights_of_layer", None)
-    if not weights:
-        raise ConfigError(
-            f"{type(model).__name__} has no routed_experts_weights_of_layer, expected the weights "
-            "of its routed experts: without them the engine cannot move experts of this model"
-        )
+    live, weights = metadata(), expert_weights(manager._get_model())
     config = ModelConfigForExpertLocation.from_model_config(manager._model_config)
     nodes = int(get_parallel().nnodes)
     groups = int(config.num_groups or 1)
@@ -145,9 +139,10 @@ def shape_of(manager: Any, rank: int) -> Shape:
 def view_of(manager: Any, rank: int) -> EngineView:
     """Where the model has its experts; layers are all hidden layers, as in the engine's map."""
     model = manager._get_model()
+    weights = expert_weights(model)
     return EngineView(
-        sorted(model.routed_experts_weights_of_layer),
-        lambda row: (model, model.routed_experts_weights_of_layer[row]),
+        sorted(weights),
+        lambda row: (model, weights[row]),
         lambda row: metadata().physical_to_logical_map_cpu[row].numpy(),
         rank,
         int(metadata().ep_size),
@@ -207,23 +202,39 @@ def metadata_for(held: IntArray, lists: IntArray, chosen: IntArray | None) -> An
     )
 
 
-def move(manager: Any, target: Any, rows: list[int]) -> None:
-    """Move the weights of some rows and install their maps, by the engine's own updater."""
+def own_target(manager: Any, tokens: torch.Tensor) -> Any:
+    """The engine's metadata for the map of its own planner.
+
+    Args:
+        manager: the engine's EPLBManager.
+        tokens: [L, E] of all ranks, so that each rank plans the same.
+    """
+    from sglang.srt.eplb.expert_location import ExpertLocationMetadata
+
+    return ExpertLocationMetadata.init_by_eplb(manager._model_config, tokens)
+
+
+def mover(manager: Any, target: Any) -> Move:
+    """Return what moves the weights of some rows and installs their maps: the engine's updater.
+
+    All that is read of the engine is read here, so that a move raises only what the updater raises.
+    """
     from sglang.srt.eplb import eplb_manager
     from sglang.srt.model_executor.model_runner_components.moe_ep_setup import init_lplb_solvers
     from sglang.srt.runtime_context import get_exec, get_parallel
 
-    eplb_manager.update_expert_location_with_recovery(
+    update = partial(
+        eplb_manager.update_expert_location_with_recovery,
         expert_location_updater=manager._get_expert_location_updater(),
         model=manager._get_model(),
         new_expert_location_metadata=target,
-        update_layer_ids=rows,
         tp_rank=get_parallel().tp_rank,
         expert_backup_client=manager._get_expert_backup_client(),
         update_weights_from_disk_callable=manager._get_weight_updater().update_weights_from_disk,
         ep_dispatch_algorithm=get_exec().moe.ep_dispatch_algorithm,
-        init_lplb_solvers_callable=lambda: init_lplb_solvers(model_config=manager._model_config),
+        init_lplb_solvers_callable=partial(init_lplb_solvers, model_config=manager._model_config),
     )
+    return lambda rows: update(update_layer_ids=rows)
 
 
 def forget_records() -> None:

@@ -1,4 +1,7 @@
-"""The hooks of the engine. Each catches what the plug-in raises: no pass fails because of it."""
+"""The hooks of the engine. Each catches what the plug-in raises: no pass fails because of it.
+
+What the engine's own function raises goes on to the engine.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,9 @@ ROUND_DEADLINE_S = 300.0
 class Hooks:
     """One for each process of the engine; most of them never make an EPLBManager."""
 
-    def __init__(self, settings: PluginSettings) -> None:
+    def __init__(self, settings: PluginSettings, untried: str = "") -> None:
         self._settings = settings
+        self._untried = untried  # why this release is observed first; "": it was tested
         self._tap = PassTap()
         self._targets: tuple[str, ...] = ()
         self._is_on = False  # decided for all ranks, whatever happens to this one
@@ -55,28 +59,31 @@ class Hooks:
 
     def manager_made(self, _result: None, manager: Any, *_: Any, **__: Any) -> None:
         """Decide with the other ranks whether the plug-in works in this start."""
-        group = EngineGroup()
         try:
-            refusal = self._refusal()
-            group = engine.group()
-        except Exception as exc:
-            refusal = reason_of(exc)
-        try:
-            joined = join(
-                "sglang",
-                dist.distributed_c10d._get_default_store(),
-                "world",
-                dist.get_rank(),
-                dist.get_world_size(),
-                group=group,
-                facts=facts_of("sglang", self._settings),
-                deadline_s=self._settings.engine.load_deadline_s,
-                refusal=refusal,
-            )
+            self._begin(manager)
         except Exception as exc:
             set_part("sglang", "plugin", is_on=False)
-            log.error("the EPLB plug-in stays off, SGLang's own balancer runs: %s", exc)
-            return
+            own = "is off on this rank" if self._is_on else "stays off, SGLang's own balancer runs"
+            log.error("the EPLB plug-in %s: %s", own, reason_of(exc))
+
+    def _begin(self, manager: Any) -> None:
+        """Join the other ranks, which must not wait for one that cannot, and make the rounds."""
+        group = EngineGroup()
+        try:
+            refusal, group = self._refusal(), engine.group()
+        except Exception as exc:
+            refusal = reason_of(exc)
+        joined = join(
+            "sglang",
+            dist.distributed_c10d._get_default_store(),
+            "world",
+            dist.get_rank(),
+            dist.get_world_size(),
+            group=group,
+            facts=facts_of("sglang", self._settings),
+            deadline_s=self._settings.engine.load_deadline_s,
+            refusal=refusal,
+        )
         if engine.is_elastic():
             self._maps_survivors = True
             set_part("sglang", "plugin", is_on=False)
@@ -86,28 +93,34 @@ class Hooks:
             )
             return
         self._is_on = True
-        try:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
-            self.rounds = Rounds(manager, self._tap, group, joined, self._settings)
-            set_part("sglang", "plugin", is_on=True)
-        except Exception as exc:
-            set_part("sglang", "plugin", is_on=False)
-            log.error("the EPLB plug-in is off on this rank: %s", reason_of(exc))
+        ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=ROUND_DEADLINE_S))
+        self.rounds = Rounds(manager, self._tap, ranks, joined, self._settings, self._untried)
+        set_part("sglang", "plugin", is_on=True)
 
     def pass_ended(self, original: Callable[[Any], None], manager: Any) -> None:
         """In place of the engine's own rebalance; raises only what the engine's updater raises."""
-        if self.rounds is not None:
-            self.rounds.pass_ended()
-        elif not self._is_on:
+        rounds = self.rounds
+        if rounds is not None and not rounds.is_left:
+            rounds.pass_ended()
+        elif rounds is not None or not self._is_on:
             original(manager)
 
     def map_wanted(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """Give the map of the survivors; an error on one rank alone must end it, as a death."""
-        if not self._maps_survivors or engine.has_scaled():
-            return original(*given, **named)
-        from rebalance.engines.sglang.survivors import rebalance_experts  # late: it loads numba
+        """Give the map of the survivors; the engine's own where that fails on all ranks alike.
 
-        return rebalance_experts(original, *given, **named)
+        An error of memory or of a device may be one rank's alone, whose map would then be another
+        than that of the others: it must end the rank, as a death.
+        """
+        try:
+            if self._maps_survivors and not engine.has_scaled():
+                from rebalance.engines.sglang.survivors import rebalance_experts  # loads numba
+
+                return rebalance_experts(original, *given, **named)
+        except (MemoryError, RuntimeError):
+            raise
+        except Exception as exc:
+            log.error("the engine's own map of the survivors serves: %s", reason_of(exc))
+        return original(*given, **named)
 
     def rank_returned(self, *_: Any) -> None:
         """Leave all further maps to the engine: who returned has no part in what was agreed."""

@@ -25,6 +25,7 @@ from eplb.errors import PlacementError
 from eplb.measure import imbalance
 from eplb.migration.serialisation import pack_record, unpack_record
 from eplb.planner import Plan
+from rebalance.controller.plans.planning import summary
 from rebalance.engines.common import planning as common
 from rebalance.engines.common.messages import PassWindow
 from rebalance.engines.common.planning import System
@@ -50,7 +51,6 @@ PLAN_WINDOWS = 16
 LIST_LENGTH = 64  # entries of a list with uneven shares: within 1 % of the planned ones
 GOAL = 1.01  # imbalance of a row that a plan with free moves need not improve by swaps
 ARRAYS = ("slot_to_expert", "weights", "sources")
-FIGURES = ("reason", "before", "after", "booked", "effective")  # for display
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,14 @@ class Planned:
     slot_to_expert: IntArray  # [L, S]
     weights: IntArray  # [L, S] how often a slot stands in its list, or how many ranks use it
     sources: IntArray  # [L, E, R] slot that each source rank uses under ``static``, else [L, E, 0]
-    moves: bool  # whether anything changes
-    reason: str
-    before: float
-    after: float
-    booked: float  # by the planned shares
-    effective: float  # by the weights that stand for them
+    # As of a controller's plan, and the imbalance by the planned shares (``booked``) and by the
+    # weights that stand for them (``effective``).
+    figures: dict[str, Any]
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything does."""
+        return bool(self.figures["decision"] != Decision.KEEP.value)
 
 
 def terms_of(shape: Shape, settings: PluginSettings) -> dict[str, Any]:
@@ -149,10 +151,7 @@ class Planner:
         if not weights.any():  # no plan has made the map yet: any number of experts may move
             limits = limits | {"max_moved": 1.0}
         planned = make_plan(np.stack(self._windows), held, weights, self._shape, **limits)
-        figures = {name: getattr(planned, name) for name in FIGURES}
-        figures["decision"] = (Decision.MOVE if planned.moves else Decision.KEEP).value
-        figures["num_moves"] = int((planned.slot_to_expert != held).sum() if planned.moves else 0)
-        return answer_record(planned) if planned.moves else b"", figures
+        return answer_record(planned) if planned.moves else b"", planned.figures
 
 
 def make_plan(
@@ -205,7 +204,7 @@ def make_plan(
         kept, weights = evened(
             wanted,
             weights,
-            made.problem.scaled.mean(axis=1) * movable[:, None],  # others are swapped for nothing
+            made.problem.mean_scaled * movable[:, None],  # others are swapped for nothing
             topology.node_of_slot.astype(np.int64) * (shape.system.num_groups > 1),
             each=held.shape[1] // topology.num_ranks,
             goal=GOAL if is_free else target_imbalance,
@@ -214,22 +213,28 @@ def make_plan(
         if is_table:
             sources = source_table(kept, weights, shape.num_experts, topology)
     booked, effective = (
-        float(imbalance(made.problem.work, placement, topology)[..., movable].mean())
+        float(
+            made.problem.mean_over_windows(imbalance(made.problem.work, placement, topology))[
+                movable
+            ].mean()
+        )
         for placement in (
             Placement(wanted.astype(np.int32), shape.num_experts, 0, shares_of(wanted, share)),
             Placement(kept.astype(np.int32), shape.num_experts, 0, shares_of(kept, weights)),
         )
     )
+    moves = 0 if made.decision is Decision.KEEP else int((kept != held).sum())
     return Planned(
         slot_to_expert=kept,
         weights=weights,
         sources=sources,
-        moves=made.decision is not Decision.KEEP,
-        reason=made.reason,
-        before=float(made.before),
-        after=float(made.after),
-        booked=booked,
-        effective=effective,
+        figures=summary(made)
+        | {
+            "moves": moves,
+            "bytes": moves * made.expert_bytes,
+            "booked": round(booked, 4),
+            "effective": round(effective, 4),
+        },
     )
 
 

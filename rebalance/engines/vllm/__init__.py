@@ -1,4 +1,4 @@
-"""The plug-in for vLLM 0.33: policy, shares, taps and mover of its expert-parallel load balancer.
+"""The plug-in for vLLM: policy, shares, taps and checks of its expert-parallel load balancer.
 
     entry -> hooks -> process -> policy -> decisions
                |         |

@@ -1,4 +1,4 @@
-"""Conformance of vLLM's layers: what its kernels read of a slot, and forced moves by its own mover.
+"""Conformance of vLLM's layers: what its kernels read, and forced moves by its own mover.
 
 A forced move takes the way of vLLM's asynchronous balancer, layer by layer: ``transfer_layer``,
 ``move_from_buffer``, and the commit of the layer's map.
@@ -8,21 +8,29 @@ Shapes:  L MoE layers, S slots of all ranks, C slots of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
 import torch
 
 from eplb.errors import MigrationError
-from rebalance.engines.common.conform import Matrix, Operands, Subject
+from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.check import EngineView, Named, direct
+from rebalance.engines.common.guards import require
 from rebalance.engines.common.tap import IntArray
+from rebalance.engines.vllm.entry import CONFORM
 from runtime.group import gathered_large
 
 
 def subject_of(
-    model_state: Any, held: IntArray, group: Any, layers: list[int], *, may_fail: bool = False
+    model_state: Any,
+    held: IntArray,
+    group: Any,
+    layers: list[int],
+    *,
+    may_fail: bool = False,
+    keeps_map: Callable[[Any, int], bool] = lambda model_state, layer: False,
 ) -> Subject:
     """Some layers of a model in vLLM's balancer.
 
@@ -32,13 +40,14 @@ def subject_of(
         group: vLLM's coordinator of the ranks that balance.
         layers: by their order in the model.
         may_fail: whether a transfer of vLLM's own communicator for gloo may be made to fail.
+        keeps_map: whether a layer keeps its map, as the plug-in says after its transfer.
     """
+    require(CONFORM)
     from vllm.distributed.eplb import eplb_state, rebalance_execute
 
     model, rank = model_state.model, group.rank_in_group
     modules = {layer: experts_of(model.moe_layers[layer]) for layer in layers}
     communicator = model_state.communicator
-    unmoved: set[int] = getattr(communicator, "unmoved", set())
     # The plug-in's hook would tell the store of a new map.
     wrapped = eplb_state._commit_eplb_maps_for_layer
     own_commit = getattr(wrapped, "__wrapped__", wrapped)
@@ -52,8 +61,7 @@ def subject_of(
             moved = rebalance_execute.transfer_layer(
                 old, new, weights, buffers, group.device_group, communicator, layer_idx=layer
             )
-            if layer in unmoved:  # the plug-in's mover keeps its map: nothing is copied
-                unmoved.discard(layer)
+            if keeps_map(model_state, layer):
                 continue
             rebalance_execute.move_from_buffer(weights, buffers, moved, row, rank)
             commit_layer(layer, row)
@@ -85,8 +93,7 @@ def subject_of(
         {layer: method_of(module) for layer, module in modules.items()},
         move,
         commit,
-        lambda row: operands_of(modules[row]),
-        interrupted if may_fail else None,
+        interrupted=interrupted if may_fail else None,
     )
 
 
@@ -130,53 +137,3 @@ def read_of(experts: Any) -> Iterator[Named]:
     if kernel is not None:
         for name, tensor in direct(kernel.fused_experts):
             yield f"kernel {name}", tensor
-
-
-def operands_of(experts: Any) -> list[Operands]:
-    """[C] what the kernel reads of each slot of this rank."""
-    config, weights = experts.quant_method.moe_quant_config, (experts.w13_weight, experts.w2_weight)
-    descs = (config._w1, config._w2)
-    kernel = getattr(experts.quant_method, "moe_kernel", None)
-    if kernel is not None:  # some kernels take the scales out of the configuration
-        taken = [getattr(kernel.fused_experts, f"w{n}_scale_val", None) for n in (1, 2)]
-    else:
-        taken = [None, None]
-
-    is_linear = method_of(experts).endswith("EMULATION")  # whatever its configuration says
-
-    def matrix(number: int, slot: int) -> Matrix:
-        desc, weight = descs[number], weights[number][slot]
-        scale = desc.scale if desc.scale is not None else taken[number]
-        if scale is not None:
-            scale = scale[slot]
-            if desc.dtype == "nvfp4" and not is_linear and config.is_scale_swizzled:
-                scale = _linear(scale, weight)
-        return Matrix(
-            weight,
-            scale,
-            *(None if one is None else one[slot] for one in (desc.alpha_or_gscale, desc.bias)),
-        )
-
-    def inputs(slot: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        found = [
-            one.alpha_or_gscale if one.alpha_or_gscale is not None else one.scale
-            for one in (config._a1, config._a2)
-        ]
-        return tuple(  # type: ignore[return-value]
-            None if one is None else one.reshape(-1)[slot % one.numel()] for one in found
-        )
-
-    return [
-        Operands(matrix(0, slot), matrix(1, slot), inputs(slot)) for slot in range(len(weights[0]))
-    ]
-
-
-def _linear(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Block scales in the order of their blocks, by vLLM's own function."""
-    from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils
-
-    rows, columns = weight.shape[0], weight.shape[1] * 2
-    linear: torch.Tensor = nvfp4_emulation_utils.convert_swizzled_to_linear(
-        scale, rows, columns, 16
-    )
-    return linear[:, : columns // 16]

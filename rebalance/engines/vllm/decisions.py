@@ -7,15 +7,17 @@ multiplier is odd. The ids are ordered so that every prefix of the rows is close
 which matters for batches of fewer rows than entries.
 
 vLLM passes the map alone from its policy to the commit, one layer at a time in its asynchronous
-mode. The shares of the map are kept here and found again by the layer's row: a row that is not the
-decided one, for whatever reason, gets vLLM's own even lists.
+mode. The shares of the map are kept with the model and found again by the layer's row: a row that
+is not the decided one, for whatever reason, gets vLLM's own even lists.
 
 Shapes:  L MoE layers, E experts, S slots (physical experts), k lists of a layer, W entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,9 @@ from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.replica_weights import list_weights, shares_of, spread_lists
 from rebalance.engines.common.tap import IntArray
+
+if TYPE_CHECKING:
+    from rebalance.engines.vllm.mover import TransferCheck
 
 # The factor of the router's hash; ``guards`` compares it with the engine's source.
 MULTIPLIER = 2654435769
@@ -108,7 +113,6 @@ class MapDecision:
     The lists are made here, on the policy's thread, and not at a commit between two passes.
     """
 
-    before: IntArray  # [L, S] the map that it was made from
     held: IntArray  # [L, S] the map that it asks for
     repeats: IntArray  # [L, S]; 0: vLLM's own list
     num_experts: int
@@ -135,32 +139,53 @@ class MapDecision:
         return experts[layers == layer], entries[layers == layer]
 
 
-class Decisions:
-    """The latest decision for each shape of model; used by the step and the policy's thread."""
+@dataclass(eq=False)
+class ServedMap:
+    """The map of one model, as the last commits left it, and what was decided last for it.
 
-    def __init__(self) -> None:
-        self._latest: dict[tuple[int, int, int], MapDecision] = {}
+    The decision is written by the policy's thread, and read by the step.
+    """
 
-    def add(self, decision: MapDecision) -> None:
-        """Replace the decision of the models of this shape."""
-        self._latest[(*decision.held.shape, decision.num_experts)] = decision
+    model_state: Any
+    held: IntArray  # [L, S]
+    repeats: IntArray  # [L, S]
+    latest: MapDecision | None = None
+    check: TransferCheck | None = None  # of what vLLM moves; on all ranks, or on none
 
-    def of_map(self, held: IntArray, num_experts: int) -> MapDecision | None:
-        """Return the decision for a whole map [L, S], if it asks for that map."""
-        found = self._latest.get((*held.shape, num_experts))
-        return found if found is not None and np.array_equal(found.held, held) else None
+    @property
+    def model(self) -> Any:
+        """vLLM's model."""
+        return self.model_state.model
 
-    def of_layer(
-        self, row: IntArray, layer: int, num_layers: int, num_experts: int
-    ) -> MapDecision | None:
-        """Return the decision that asks for this row [S] of a layer, if there is one."""
-        found = self._latest.get((num_layers, len(row), num_experts))
-        return found if found is not None and np.array_equal(found.held[layer], row) else None
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.model.num_logical_experts)
 
-    def keeps_layer(self, before: IntArray, layer: int, num_layers: int, num_experts: int) -> bool:
-        """Whether the latest decision was made from this row [S] and keeps it.
+    def decision_of(self, held: IntArray) -> MapDecision | None:
+        """Return the latest decision, if it asks for this map [L, S]."""
+        latest = self.latest
+        return latest if latest is not None and np.array_equal(latest.held, held) else None
 
-        Alike on all ranks, because the decision is.
-        """
-        found = self.of_layer(before, layer, num_layers, num_experts)
-        return found is not None and np.array_equal(found.before[layer], before)
+    def decision_of_layer(self, row: IntArray, layer: int) -> MapDecision | None:
+        """Return the latest decision, if it asks for this row [S] of a layer."""
+        latest = self.latest
+        return latest if latest is not None and np.array_equal(latest.held[layer], row) else None
+
+
+def next_served(
+    served: Sequence[ServedMap], held: IntArray, last: ServedMap | None
+) -> ServedMap | None:
+    """The model that vLLM asks its policy for with a map [L, S]; None: of no model.
+
+    vLLM asks for its models in the order in which they were added, and then for the first again.
+    Models of one shape have equal maps at their start, so the map alone does not tell them apart.
+
+    Args:
+        served: models, in that order.
+        held: the map that serves.
+        last: the model that was asked for last.
+    """
+    begin = 0 if last is None else served.index(last) + 1
+    in_turn = [*served[begin:], *served[:begin]]
+    return next((one for one in in_turn if np.array_equal(one.held, held)), None)

@@ -1,7 +1,7 @@
 """The functions of vLLM that the plug-in wraps, and how they are put back.
 
-A wrapper gets vLLM's own function first, and calls it with the arguments that it got. ``install``
-is idempotent, because vLLM may load its plug-ins several times in a process.
+A wrapper calls vLLM's own function with the arguments that it got. Whatever of the plug-in fails in
+it, vLLM gets the result of its own function, or its exception.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from rebalance.engines.vllm.mover import communicator_class
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -38,14 +36,21 @@ def install(process: PluginProcess) -> Callable[[], None]:
 
 
 def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
-    from vllm.distributed.eplb import eplb_communicator, eplb_state, policy, rebalance_execute
+    from vllm.distributed.eplb import eplb_state, policy, rebalance_execute
 
     def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         own = getattr(owner, name)
 
         @functools.wraps(own)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(process, own, *args, **kwargs)
+            call = OwnCall(own)
+            try:
+                return around(process, call, *args, **kwargs)
+            except Exception as exc:
+                if call.error is exc:
+                    raise
+                log.exception("the EPLB plug-in has failed in %s, vLLM goes on", name)
+            return call.result if call.is_made else own(*args, **kwargs)
 
         setattr(owner, name, wrapper)
         undo.append(lambda: setattr(owner, name, own))
@@ -53,35 +58,52 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     own_policy = policy.EPLB_POLICIES["default"]
     policy.EPLB_POLICIES["default"] = policy_class(process, own_policy)
     undo.append(lambda: policy.EPLB_POLICIES.__setitem__("default", own_policy))
-    wrap(eplb_state, "create_eplb_communicator", _create_eplb_communicator)
-    wrap(eplb_communicator, "create_eplb_communicator", _create_eplb_communicator)
     wrap(rebalance_execute, "move_to_buffer", _move_to_buffer)
-    for module in (rebalance_execute, eplb_state):
-        wrap(module, "move_from_buffer", _move_from_buffer)
     wrap(eplb_state, "_commit_eplb_maps_for_layer", _commit_eplb_maps_for_layer)
     wrap(eplb_state, "_commit_eplb_maps", _commit_eplb_maps)
     wrap(eplb_state.EplbState, "add_model", _add_model)
     wrap(eplb_state.EplbState, "step", _step)
 
 
+class OwnCall:
+    """vLLM's own function in one call of a wrapper, and what came of it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.is_made = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and keep its result or what it raises."""
+        self.is_made = True
+        try:
+            self.result = self.function(*args, **kwargs)
+        except BaseException as exc:
+            self.error = exc
+            raise
+        return self.result
+
+
 def _add_model(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     state: Any,
     model: Any,
     model_config: Any,
-    model_name: str | None = None,
+    *name: Any,
+    **named: Any,
 ) -> None:
     from vllm.distributed.eplb import eplb_state
 
     process.before_add_model(state, model, eplb_state.get_eplb_group())
-    own(state, model, model_config, model_name)
+    own(state, model, model_config, *name, **named)  # before 0.32 it takes no name
     process.after_add_model(state, model_config, eplb_state.get_node_count())
 
 
 def _step(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     state: Any,
     is_dummy: bool = False,
     is_profile: bool = False,
@@ -92,44 +114,27 @@ def _step(
     process.after_step(state, is_dummy, is_profile)
 
 
-def _create_eplb_communicator(
-    process: PluginProcess,
-    own: Any,
-    group_coordinator: Any,
-    backend: str,
-    expert_weights: Any,
-    expert_buffer: Any,
-) -> Any:
-    from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
+def _move_to_buffer(process: PluginProcess, own: OwnCall, **kwargs: Any) -> Any:
+    """Have vLLM's transfer fill its buffers, and check them before they are copied to slots."""
     from vllm.distributed.eplb.eplb_utils import device_stream
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
-    made = own(group_coordinator, backend, expert_weights, expert_buffer)
-    if backend != "torch_gloo" or not process.is_on("mover"):
-        return made
-
-    def own_on(links: Any) -> Any:
-        group = SimpleNamespace(cpu_group=links, device_group=links)
-        return own(group, backend, expert_weights, expert_buffer)
-
-    checked = communicator_class(process, EplbCommunicator, device_stream)
-    return checked(group_coordinator, expert_weights, expert_buffer, made, own_on)
-
-
-def _move_to_buffer(process: PluginProcess, own: Any, *args: Any, **kwargs: Any) -> Any:
-    kwargs["communicator"].wanted = np.array(kwargs["new_indices"], dtype=np.int64)
-    return own(*args, **kwargs)
-
-
-def _move_from_buffer(
-    process: PluginProcess, own: Any, expert_weights: Any, *args: Any, **kwargs: Any
-) -> None:
-    if not process.is_unmoved(expert_weights):
-        own(expert_weights, *args, **kwargs)
+    layer, check = kwargs["layer_idx"], process.check_of(kwargs["communicator"])
+    if check is None:
+        return own(**kwargs)
+    old, new = (np.asarray(kwargs[name], np.int64) for name in ("old_indices", "new_indices"))
+    if layer in check.relabelled:  # its slots have the experts of the new map already
+        check.relabelled.discard(layer)
+        return own(**kwargs | {"new_indices": kwargs["old_indices"]})
+    moved = own(**kwargs)
+    # Behind vLLM's own copies, and before the commit that lets the records serve.
+    with device_stream(kwargs["stream"]), gpu_sync_allowed():
+        return check.check(layer, old, new, kwargs["expert_weights_buffers"], moved)
 
 
 def _commit_eplb_maps_for_layer(
     process: PluginProcess,
-    own: Any,
+    own: OwnCall,
     model_state: Any,
     new_physical_to_logical_map: Any,
     layer: int,
@@ -146,7 +151,7 @@ def _commit_eplb_maps_for_layer(
 
 
 def _commit_eplb_maps(
-    process: PluginProcess, own: Any, model_state: Any, new_physical_to_logical_map: Any
+    process: PluginProcess, own: OwnCall, model_state: Any, new_physical_to_logical_map: Any
 ) -> None:
     kept = [n for n in range(len(new_physical_to_logical_map)) if process.keeps_map(model_state, n)]
     if kept:
@@ -165,9 +170,9 @@ def _commit_eplb_maps(
 
 def _with_lists(process: PluginProcess, model_state: Any, row: Any, layer: int) -> None:
     """Add the lists of shares to a map that vLLM has committed; it serves without them too."""
-    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-
     try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
         with gpu_sync_allowed():
             process.committed(model_state, row, layer)
     except Exception:

@@ -6,46 +6,31 @@ The remarks are about what vLLM accepts in silence, or refuses when it builds th
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from eplb.errors import ConfigError
+from rebalance.engines.common.command import Remark, remarks_on_slots
+from rebalance.engines.common.guards import require
+from rebalance.engines.vllm.entry import COMMAND, PARSERS
 
-EXPERT_COUNTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
 UNKNOWN = "unrecognized arguments:"  # of argparse
 
 
-class Remark(NamedTuple):
-    """What one check found; ``expected`` is "" where it is as it should be."""
-
-    subject: str
-    found: str
-    expected: str = ""
-
-
-def options_of(command: str) -> Any:
-    """Read ``vllm serve MODEL ...``; variables of the environment may stand before it.
+def options_of(words: Sequence[str]) -> Any:
+    """Read the words after ``vllm serve``.
 
     Returns:
         The namespace of vLLM's parser, whose ``eplb_config`` is vLLM's own and checked.
 
     Raises:
-        ConfigError: it is no such command, or vLLM refuses an option or its value.
+        ConfigError: vLLM refuses an option or its value.
     """
-    try:
-        words = shlex.split(command)
-    except ValueError as exc:
-        raise ConfigError(f"the engine's command cannot be read: {exc}") from exc
-    while words and re.match(r"\w+=", words[0]):
-        words.pop(0)
-    if words[:2] != ["vllm", "serve"]:
-        raise ConfigError(f"the engine's command is {command!r}, expected 'vllm serve MODEL ...'")
-    options = _parser().parse_args(words[2:])
+    options = _parser().parse_args(list(words))
     options.model = options.model_tag or options.model
     return options
 
@@ -53,9 +38,9 @@ def options_of(command: str) -> Any:
 @cache
 def _parser() -> Any:
     """The parser of ``vllm serve``, which raises in place of ending the process."""
+    require(COMMAND)
     # Late: vLLM takes many seconds.
     from vllm.config.parallel import EPLBConfig
-    from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -74,7 +59,8 @@ def _parser() -> Any:
                 text = f"{text}, expected one of: {', '.join(EPLBConfig.__dataclass_fields__)}"
             raise ConfigError(f"vLLM refuses the command: {text}")
 
-    return make_arg_parser(Parser())
+    module = next(each for each in PARSERS if find_spec(each) is not None)
+    return import_module(module).make_arg_parser(Parser())
 
 
 def uses_ray(options: Any) -> bool:
@@ -96,56 +82,17 @@ def remarks(options: Any, model: Mapping[str, Any] | None) -> Iterator[Remark]:
         yield Remark("enable-elastic-ep", found, "a fixed number of ranks")
     if (stages := options.pipeline_parallel_size) > 1:
         yield Remark("pipeline-parallel-size", f"{stages}: each stage is a group, with its own run")
-    yield from _of_model(options, model)
+    ranks = options.tensor_parallel_size * options.prefill_context_parallel_size
+    ranks *= options.data_parallel_size
+    if options.enable_eplb and not options.enable_expert_parallel:
+        found = "not given: vLLM refuses --enable-eplb without it"
+        yield Remark("enable-expert-parallel", found, "--enable-expert-parallel")
+    if options.enable_eplb and ranks < 2:
+        found = f"{ranks} expert-parallel rank: vLLM refuses --enable-eplb with it"
+        yield Remark("ranks", found, "--data-parallel-size or --tensor-parallel-size of 2 or more")
+    redundant = options.eplb_config.num_redundant_experts
+    yield from remarks_on_slots(model, options.model, redundant, ranks, "num_redundant_experts")
     balancer = options.eplb_config
-    if balancer.communicator == "torch_gloo":
-        yield Remark("mover", "experts are checked on their way")
-    else:
-        found = f"communicator {balancer.communicator}: off, vLLM moves experts unchecked"
-        yield Remark("mover", found)
+    yield Remark("mover", "experts are checked after vLLM's transfer, before they serve")
     interval, window = balancer.step_interval, balancer.window_size
     yield Remark("plans", f"every {interval} passes, on the load of the last {window}")
-
-
-def _of_model(options: Any, model: Mapping[str, Any] | None) -> Iterator[Remark]:
-    if model is None:
-        yield Remark("model", f"{options.model}: no config.json at hand, not checked")
-        return
-    text = {**model, **model.get("text_config", {})}
-    experts = next((text[name] for name in EXPERT_COUNTS if isinstance(text.get(name), int)), 0)
-    if not experts:
-        yield Remark("model", "config.json without a number of experts", "a model with experts")
-        return
-    ranks = options.tensor_parallel_size * options.prefill_context_parallel_size
-    ranks = max(1, ranks * options.data_parallel_size)  # vLLM refuses 0 at its start
-    redundant = options.eplb_config.num_redundant_experts
-    slots = experts + redundant
-    if slots % ranks:
-        least = -(-slots // ranks) * ranks - experts
-        yield Remark(
-            "slots",
-            f"{experts} experts and {redundant} redundant ones on {ranks} ranks, which vLLM "
-            "refuses: it splits them evenly",
-            f"num_redundant_experts {least}, for example",
-        )
-    else:
-        yield Remark("slots", f"{slots} a layer, {slots // ranks} on each of {ranks} ranks")
-
-
-def model_config_of(options: Any, path: Path | None) -> Mapping[str, Any] | None:
-    """The ``config.json`` of a path, else of the model's folder; None where there is none.
-
-    Raises:
-        HistoryError, ConfigError: it cannot be read.
-    """
-    from telemetry.formats.bounded import read_json, reading
-
-    file = path if path is not None else Path(options.model) / "config.json"
-    if path is None and not file.is_file():
-        return None
-    file = file / "config.json" if file.is_dir() else file
-    with reading(file, "a model's config.json"):
-        found = read_json(file)
-        if not isinstance(found, dict):
-            raise ConfigError(f"{file} is no JSON object, expected a model's config.json")
-    return found

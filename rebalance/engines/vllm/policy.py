@@ -2,7 +2,8 @@
 
 vLLM calls its policy on every rank and needs the same map on each. Rank 0 plans and broadcasts the
 map with the lists of replicas on the group that vLLM's own asynchronous worker uses, in the same
-thread and order. A plan that fails keeps the map that serves.
+thread and order. A plan that fails keeps the map that serves; after several, or a long time without
+a store, all ranks leave the call to vLLM's own policy, until a plan is made again.
 
 Shapes:  L MoE layers, E experts, P physical experts.
 """
@@ -11,17 +12,19 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import eplb
-from rebalance.engines.common.messages import MoveOutcome
+from rebalance.controller.plans.planning import summary
+from rebalance.engines.common.fsck.rank_check import FAULTS_STOP_MOVES
+from rebalance.engines.common.messages import MoveOutcome, PlanQuestion
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.decisions import MapDecision, planned, repetitions
+from rebalance.engines.vllm.decisions import MapDecision, ServedMap, planned, repetitions
 
 if TYPE_CHECKING:
     from rebalance.engines.vllm.process import PluginProcess
@@ -59,71 +62,141 @@ def policy_class(process: PluginProcess, own: Any) -> type:
                 return found
             held = np.array(old.cpu().numpy(), dtype=np.int64)
             load = np.array(weight.cpu().numpy(), dtype=np.int64)
+            served = process.model_of(held)
             if not load.any():  # profiling, or nothing was served: alike on all ranks
                 return torch.from_numpy(held)
-            return torch.from_numpy(_decided(process, load, held))
+            decided = _decided(process, served, load, held)
+            if decided is None:  # handed back, on all ranks: each has the same load
+                planned = own.rebalance_experts(
+                    weight, num_replicas, num_groups, num_nodes, num_ranks, old
+                )
+                wanted = np.array(planned.cpu().numpy(), dtype=np.int64)
+                decided = Decided(np.stack([wanted, np.zeros_like(wanted)]))
+            return torch.from_numpy(_noted(served, held, decided, load.shape[1]))
 
     return EplbPlannerPolicy
 
 
-def _decided(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
-    """[L, P] the map that rank 0 decided, with its lists noted for the commit."""
-    group, num_experts = process.group, load.shape[1]
-    message = torch.from_numpy(np.stack([held, np.zeros_like(held)]))
-    if group.rank_in_group == 0:
-        message.copy_(torch.from_numpy(_proposed(process, load, held)))
+class RankState(NamedTuple):
+    """What a rank tells the others before each decision; the largest figure holds on all ranks."""
+
+    num_faults: int = 0  # slots, factors and layers of this rank that are known to be wrong
+    engine_plans: int = 0  # whether vLLM's own policy has to plan; rank 0 knows
+
+
+def agree_on_state(group: Any, own: RankState) -> RankState:
+    """The state of all ranks: of each figure the largest. The first collective of a decision."""
+    if group.world_size == 1:
+        return own
+    figures = torch.tensor(own, dtype=torch.int64)
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX, group=group.cpu_group)
+    return RankState(*figures.tolist())
+
+
+class Decided(NamedTuple):
+    """A map for all ranks."""
+
+    map_and_repeats: IntArray  # [2, L, P]
+    is_planned: bool = True  # False: that of the start, from which a plan may move any number
+
+
+def _decided(
+    process: PluginProcess, served: ServedMap | None, load: IntArray, held: IntArray
+) -> Decided | None:
+    """The map that rank 0 decided, or that repairs a fault; None: vLLM's own policy plans."""
+    group, question = process.group, PlanQuestion("interval")
+    plan: tuple[IntArray, dict[str, Any]] | None = None
+    if group.rank_in_group == 0:  # first: what comes of it decides who plans
+        question = process.asked(served)
+        plan = _planned(process, served, load, held, question)
+    why = process.why_engine_plans
+    state = agree_on_state(group, RankState(process.num_faults, int(bool(why))))
+    repaired = None
+    if state.num_faults or process.left_behind:
+        repaired = process.mend(served, held)
+    process.stop_moves(process.left_behind or (FAULTS_STOP_MOVES if state.num_faults else ""))
+    process.hand_back(why, is_so=bool(state.engine_plans))
+    is_left = bool(state.engine_plans and not process.stopped)
+    message = torch.from_numpy(_standing(served, held))
+    if plan is not None:
+        wanted, figures = plan
+        is_kept = is_left or bool(process.why_kept) or question.is_dry
+        is_begun = not (is_kept or np.array_equal(wanted, message.numpy()))
+        outcome = MoveOutcome(question, figures, kept=process.why_kept, is_begun=is_begun)
+        process.answer(served, outcome)
+        if is_begun:
+            message.copy_(torch.from_numpy(wanted))
+    if repaired is not None:
+        return Decided(np.stack([repaired, np.zeros_like(repaired)]), is_planned=False)
+    if is_left:
+        return None
     if group.world_size > 1:
         dist.broadcast(message, src=group.ranks[0], group=group.cpu_group)
-    wanted, repeats = message.numpy()
-    standing = process.decisions.of_map(held, num_experts)
-    # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
-    is_planned = (standing is not None and standing.is_planned) or not np.array_equal(wanted, held)
-    made = MapDecision(held, wanted.copy(), repeats.copy(), num_experts, is_planned)
-    process.decisions.add(made)
+    return Decided(message.numpy())
+
+
+def _noted(
+    served: ServedMap | None, held: IntArray, decided: Decided, num_experts: int
+) -> IntArray:
+    """[L, P] a map that is decided for a model, noted with its lists for the commit."""
+    wanted, repeats = decided.map_and_repeats
+    if served is not None:
+        standing = served.decision_of(held)
+        # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
+        is_changed = not np.array_equal(wanted, held)
+        was_planned = standing is not None and standing.is_planned
+        is_planned = decided.is_planned and (was_planned or is_changed)
+        served.latest = MapDecision(wanted.copy(), repeats.copy(), num_experts, is_planned)
     return np.array(wanted)
 
 
-def _proposed(process: PluginProcess, load: IntArray, held: IntArray) -> IntArray:
-    """[2, L, P] map and repetitions of rank 0. Never raises: the serving map is always legal."""
-    standing = process.decisions.of_map(held, load.shape[1])
-    kept = np.zeros_like(held) if standing is None else standing.repeats
-    question, standing_map = process.asked(held), np.stack([held, kept])
-    began = time.monotonic()
+def _standing(served: ServedMap | None, held: IntArray) -> IntArray:
+    """[2, L, P] the map that serves, and its repetitions."""
+    standing = None if served is None else served.decision_of(held)
+    return np.stack([held, np.zeros_like(held) if standing is None else standing.repeats])
+
+
+def _planned(
+    process: PluginProcess,
+    served: ServedMap | None,
+    load: IntArray,
+    held: IntArray,
+    question: PlanQuestion,
+) -> tuple[IntArray, dict[str, Any]] | None:
+    """[2, L, P] map and repetitions by rank 0's plan, and its figures; None: it failed.
+
+    It never raises: the engine's pass or its worker would fail with it, and other ranks wait.
+    """
+    began, wanted = time.monotonic(), _standing(served, held)
     try:
+        standing = None if served is None else served.decision_of(held)
         is_first = standing is None or not standing.is_planned
         plan = planned(load, held, process.system, process.settings, is_first=is_first)
-        target = plan.target.slot_to_expert.astype(np.int64)
-        repeats = np.zeros_like(held)
-        if process.is_on("shares"):
-            repeats = repetitions(target, plan.target.slot_share)
+        if plan.decision is not eplb.Decision.KEEP:
+            target = plan.target.slot_to_expert.astype(np.int64)
+            repeats = np.zeros_like(held)
+            if process.is_on("shares"):
+                repeats = repetitions(target, plan.target.slot_share)
+            wanted = np.stack([target, repeats])
+        elapsed_s = round(time.monotonic() - began, 4)
+        moves = int((wanted[0] != held).sum())
+        figures = summary(plan) | {"moves": moves, "plan_seconds": elapsed_s}
     except Exception as exc:
-        # The engine's pass or its worker would fail with it.
-        log.exception("no plan: the map that serves is kept")
+        process.num_failed_plans += 1
+        error = f"{type(exc).__name__}: {exc}"
+        log.warning("no plan, number %d in a row: %s", process.num_failed_plans, error)
+        log.debug("no plan", exc_info=True)
         set_part("vllm", "policy", is_on=False)
-        process.answered(MoveOutcome(question, error=f"{type(exc).__name__}: {exc}"))
-        return standing_map
-    set_part("vllm", "policy", is_on=True)
-    is_kept = plan.decision is eplb.Decision.KEEP
-    wanted = standing_map if is_kept else np.stack([target, repeats])
-    moves = not np.array_equal(wanted, standing_map)
-    why_kept = process.why_kept
+        process.answer(served, MoveOutcome(question, error=error))
+        return None
+    process.num_failed_plans = 0
+    set_part("vllm", "policy", is_on=not process.is_handed_back)
     log.info(
         "decision=%s reason=%r moved=%d seconds=%.3f kept=%r",
         plan.decision.value,
         plan.reason,
-        (wanted[0] != held).sum(),
-        time.monotonic() - began,
-        why_kept,
+        moves,
+        elapsed_s,
+        process.why_kept,
     )
-    if moves and not (why_kept or question.is_dry):
-        process.will_move(question)
-        return wanted
-    figures = {
-        "decision": plan.decision.value,
-        "num_moves": int((wanted[0] != held).sum()),
-        "before": float(plan.before),
-        "after": float(plan.after),
-        "reason": plan.reason,
-    }
-    process.answered(MoveOutcome(question, figures, kept=why_kept))
-    return standing_map
+    return wanted, figures

@@ -1,7 +1,8 @@
 """The plug-in in one process of vLLM: what is on, and what each hook does.
 
 No method that vLLM's serving path calls raises: a part that fails is switched off with a line in
-the log and in the gauge, and vLLM goes on as without it.
+the log and in the gauge, and vLLM goes on as without it. Where no plan can be made, or the store is
+gone for long, all ranks leave planning to vLLM's own balancer until that has changed.
 
 Shapes:  L MoE layers, E experts, P physical experts.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -22,69 +22,74 @@ import eplb
 from eplb.core.load import Phase
 from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
-from rebalance.engines.common.fsck.rank_check import RankCheck
+from rebalance.engines.common.fsck.rank_check import RankCheck, report_stop
 from rebalance.engines.common.messages import MapChange, MoveOutcome, PlanQuestion
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.common.records import Kept, capture
-from rebalance.engines.common.start import EngineGroup, Joined, facts_of, group_of, join, set_part
-from rebalance.engines.common.store_process import StoreProcess, identity_of
+from rebalance.engines.common.records import (
+    Kept,
+    capture,
+    digests_of_experts,
+    digests_of_slots,
+    num_differing,
+)
+from rebalance.engines.common.slot_records import SlotRecords, Verdict
+from rebalance.engines.common.start import (
+    EngineGroup,
+    Joined,
+    facts_of,
+    group_of,
+    join,
+    say_who_plans,
+    set_part,
+)
+from rebalance.engines.common.store_process import StoreProcess, identity_of, why_engine_plans
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, read_of
-from rebalance.engines.vllm.decisions import ENTRIES, Decisions, MapDecision, planned
+from rebalance.engines.vllm.decisions import ENTRIES, MapDecision, ServedMap, next_served, planned
+from rebalance.engines.vllm.mover import TransferCheck
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
 from runtime.group import gathered_large
+from telemetry.state.events import ENGINE_PLANS
 
 PARTS = ("policy", "shares", "mover", "tap")
 DRAFT = "draft"  # what vLLM's configuration of a draft model has as its kind of runner
+NEVER_SERVED = "its map was replaced before it served on all layers"
 SEED = 1  # of the load of the first plan, which only compiles
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class ServedMap:
-    """The map of one model, as the last commits left it."""
-
-    model_state: Any
-    held: IntArray  # [L, P]
-    repeats: IntArray  # [L, P]
-
-    @property
-    def model(self) -> Any:
-        """vLLM's model."""
-        return self.model_state.model
-
-    @property
-    def num_experts(self) -> int:
-        """E."""
-        return int(self.model.num_logical_experts)
-
-
 class PluginProcess:
     """State of the plug-in; ``hooks`` calls its methods from vLLM's functions."""
 
-    def __init__(self, settings: PluginSettings) -> None:
+    def __init__(self, settings: PluginSettings, untried: str = "") -> None:
         self.settings = settings
-        self.decisions = Decisions()
+        self._untried = untried  # why this release is observed first; "": it was tested
         self.group: Any = None  # vLLM's coordinator of the ranks that balance
         self.system = System(1, 1, 1, 0)  # ranks, and the experts of the target model
-        self.num_experts = 0  # of the model that was added last
         self.phase: Phase = "mixed" if settings.engine.phase == "auto" else settings.engine.phase
         self.recorder: StoreProcess | None = None
         self.checks: RankCheck | None = None  # of the slots of the target model
         self.kept: Kept | None = None  # records of the target model
         self.generation = 0  # generation of the map that serves on all layers, alike on all ranks
         self.refused = ""  # why the plug-in stays off in this process
+        self.stopped = ""  # why no expert moves; alike on all ranks
+        # A tensor that vLLM does not move with its expert: then experts stay. Alike on all ranks.
+        self.left_behind = ""
         self._joined: Joined | None = None
         self._tap: LoadTap | None = None
         self._served: list[ServedMap] = []
+        self._num_added = 0  # models, whether they could be taken over or not
+        self._is_check_due = False  # for weights that were replaced; alike on all ranks
         self._target: ServedMap | None = None  # among them: not the draft model
+        self._asked_last: ServedMap | None = None  # among them, by vLLM's policy
         self._has_changed = False
-        self._moving: PlanQuestion | None = (
-            None  # it asked for the plan whose map does not serve yet
-        )
+        # What asked for the plan whose map does not serve yet, and the plan's figures.
+        self._moving: tuple[PlanQuestion, dict[str, Any]] | None = None
+        self.num_failed_plans = 0  # in a row, on rank 0
+        self.is_handed_back = False  # whether vLLM's own policy plans; alike on all ranks
         self._on = dict.fromkeys(PARTS, False)
         for part in (*PARTS, "placement", "records"):
             set_part("vllm", part, is_on=False)
@@ -100,11 +105,23 @@ class PluginProcess:
     @property
     def why_kept(self) -> str:
         """Why rank 0 keeps the map that serves, whatever it plans; "": its plans move experts."""
-        return "" if self.recorder is None else self.recorder.why_kept
+        return self.stopped or (self._untried if self.recorder is None else self.recorder.why_kept)
+
+    @property
+    def num_faults(self) -> int:
+        """Slots, factors and layers of this rank that are known to be wrong."""
+        check = None if self._target is None else self._target.check
+        of_transfers = 0 if check is None else len(check.faulty) + check.is_replaced
+        of_check = self._is_check_due if self.checks is None else self.checks.num_wrong
+        return of_transfers + int(of_check)
+
+    def stop_moves(self, reason: str) -> None:
+        """Keep the map that serves while there is a reason, alike on all ranks; "": go on."""
+        self.stopped = report_stop(self.stopped, reason, self._note)
 
     def before_add_model(self, state: Any, model: Any, group: Any) -> None:
         """Join the other ranks at the first model; collective by the ranks' key-value store."""
-        self.num_experts = model.num_logical_experts
+        self._num_added += 1
         if self._joined is not None or self.refused:
             return
         engine = self.settings.engine
@@ -129,8 +146,7 @@ class PluginProcess:
             log.error("the EPLB plug-in stays off, vLLM's own balancer runs: %s", exc)
             return
         self.group, self.generation = group, self._joined.base_generation
-        is_gloo = state.parallel_config.eplb_config.communicator == "torch_gloo"
-        wanted = (engine.plan, engine.plan and engine.shares, engine.mover and is_gloo, engine.tap)
+        wanted = (engine.plan, engine.plan and engine.shares, engine.mover, engine.tap)
         for part, is_on in zip(PARTS, wanted, strict=True):
             self._switch(part, is_on=is_on)
 
@@ -150,13 +166,13 @@ class PluginProcess:
         except Exception:
             log.exception("the EPLB plug-in could not take over the model")
             self._switch("tap", is_on=False)
-        if is_draft:
-            return
-        if self.settings.engine.check:
+        if not is_draft and self.settings.engine.check:
             self._begin_check()
         if self.is_on("mover"):
-            self._keep_records(model_config)
-        if self.checks is not None and self.kept is not None:
+            if not is_draft:
+                self._keep_records(model_config)
+            self._check_transfers(None if is_draft else self.kept)
+        if not is_draft and self.checks is not None and self.kept is not None:
             self.checks.repair_from(self.kept)
 
     def _note(self, event: str, detail: dict[str, Any]) -> None:
@@ -177,21 +193,27 @@ class PluginProcess:
         nodes = num_nodes if size % num_nodes == 0 else 1
         self.system = System(size, nodes, model.num_expert_groups, expert_bytes)
         if self.is_on("policy") and not self.group.rank_in_group:
-            # Plans that nobody uses: the first one compiles the planner, for seconds.
-            load = np.random.default_rng(SEED).integers(1, 1000, (len(held), served.num_experts))
-            for is_first in (True, False):
-                planned(load, held, self.system, self.settings, is_first=is_first)
+            self._compile_planner(held, served.num_experts)
         if self.is_on("tap"):
             self._start_tap(served)
+
+    def _compile_planner(self, held: IntArray, num_experts: int) -> None:
+        """Make plans that nobody uses: the first one compiles, for seconds."""
+        load = np.random.default_rng(SEED).integers(1, 1000, (len(held), num_experts))
+        try:
+            for is_first in (True, False):
+                planned(load, held, self.system, self.settings, is_first=is_first)
+        except Exception as exc:  # each plan that vLLM asks for will say so, and count
+            log.warning("a first plan cannot be made: %s: %s", type(exc).__name__, exc)
 
     def _start_tap(self, served: ServedMap) -> None:
         assert self._joined is not None, "the ranks have joined"
         layers, (num_layers, num_slots) = served.model.moe_layers, served.held.shape
-        top_k = int(getattr(layers[0], "top_k", 1) or 1) if layers else 1
+        top_k = int(getattr(experts_of(layers[0]), "top_k", 1) or 1) if layers else 1
         settings, rank = self.settings, self.group.rank_in_group
         shape = self.system.model(layer_numbers(layers, num_layers), served.num_experts, top_k)
         topology = self.system.topology(num_slots)
-        identity = identity_of(settings, self._joined, rank, shape, topology)
+        identity = identity_of(settings, self._joined, rank, shape, topology, untried=self._untried)
         self.recorder = StoreProcess("vllm", identity)
         self._tap = LoadTap(
             num_layers,
@@ -221,28 +243,49 @@ class PluginProcess:
         model = f"vllm {version('vllm')} {model_config.model} {model_config.compute_hash()}"
         self.kept = capture(find, self.group.cpu_group, self.settings, model)
         set_part("vllm", "records", is_on=self.kept is not None)
-        try:
-            target = together(self._taken_over, self.group.cpu_group)
-        except MigrationError as exc:
-            log.error("experts are checked from the first move of each layer on: %s", exc)
-            return
-        target.model_state.communicator.kept = self.kept
-        target.model_state.communicator.take_references(target.held)
 
-    def is_unmoved(self, expert_weights: Any) -> bool:
-        """Whether these weights are of a layer that keeps its map, so that nothing is copied."""
-        return any(
-            served.model.expert_weights[layer] is expert_weights
-            for served in self._served
-            for layer in getattr(served.model_state.communicator, "unmoved", ())
-        )
+    def _check_transfers(self, kept: Kept | None) -> None:
+        """Check what vLLM moves of the model that was added last; collective, as above."""
+
+        def find() -> ServedMap:
+            if len(self._served) != self._num_added:
+                raise RankError("the model was not taken over")
+            return self._served[-1]
+
+        try:
+            served = together(find, self.group.cpu_group)
+            served.check = self._new_check(served, kept)
+        except MigrationError as exc:
+            log.error("experts are not checked on their way: %s", exc)
+            self._switch("mover", is_on=False)
+
+    def _new_check(self, served: ServedMap, kept: Kept | None) -> TransferCheck:
+        """With the digests of the load; collective.
+
+        Raises:
+            MigrationError: a rank cannot read its weights; on all ranks alike.
+        """
+        weights, group = served.model.expert_weights, self.group.cpu_group
+        if kept is not None:
+            digests = kept.digests
+        else:
+            digests = digests_of_experts(served.held, digests_of_slots(list(weights), group))
+        records = SlotRecords(lambda layer: weights[layer], digests, served.held, group, kept)
+        return TransferCheck(records)
+
+    def check_of(self, communicator: Any) -> TransferCheck | None:
+        """The check of the model that vLLM moves by a communicator."""
+        found = (one for one in self._served if one.model_state.communicator is communicator)
+        served = next(found, None)
+        return None if served is None or not self.is_on("mover") else served.check
 
     def keeps_map(self, model_state: Any, layer: int) -> bool:
         """Whether a layer keeps its map at this commit; asked once for each commit."""
-        unmoved: set[int] = getattr(model_state.communicator, "unmoved", set())
-        is_kept = layer in unmoved and self._of(model_state) is not None
-        unmoved.discard(layer)
-        return is_kept
+        served = self._of(model_state)
+        if served is None or served.check is None or layer not in served.check.keeping:
+            return False
+        served.check.keeping.discard(layer)
+        return True
 
     def kept_row(self, model_state: Any, layer: int) -> torch.Tensor:
         """[P] the map that a layer serves."""
@@ -250,16 +293,95 @@ class PluginProcess:
         assert served is not None, "a layer of a model that was taken over"
         return torch.from_numpy(served.held[layer].copy())
 
-    def suspect(self, layer: int, wrong: list[int]) -> None:
-        """Have the placement check look next at slots 0 .. C - 1 of this rank. Any thread."""
-        if self.checks is not None:
-            for place in wrong:
-                self.checks.look_first(layer, place)
+    def mend(self, served: ServedMap | None, held: IntArray) -> IntArray | None:
+        """Repair what is wrong on any rank; collective, before a decision.
 
-    def records_ended(self) -> None:
-        """Note that the kept records are not used any more."""
-        log.warning("kept records are not used any more: the weights were replaced")
-        set_part("vllm", "records", is_on=False)
+        Args:
+            served: the model that the decision is for.
+            held: [L, P] the map that serves.
+
+        Returns:
+            The map that is to serve instead; None: the one that serves stays.
+        """
+        target = self._target
+        if target is None or target.check is None or served is not target:
+            return None  # a draft model's decision
+        if self._is_check_due:
+            self._is_check_due = False
+            self._begin_check()
+        wanted = held.copy()
+        if target.check.is_replaced:
+            self._take_replaced(target, wanted)
+            return None if np.array_equal(wanted, held) else wanted
+        check, checks = target.check, self.checks
+        own = {
+            "layers": sorted(check.faulty | set(() if checks is None else checks.wrong_layers)),
+            "left behind": "" if checks is None else checks.left_behind,
+        }
+        ranks = gathered_large(own, self.group.cpu_group)
+        named = [str(rank["left behind"]) for rank in ranks if rank["left behind"]]
+        self.left_behind = self.left_behind or next(iter(named), "")
+        check.relabelled.clear()
+        if self.left_behind:
+            wanted[:] = check.records.start
+        layers = {int(layer) for rank in ranks for layer in rank["layers"]}
+        verdicts = {
+            self._mend_layer(check, layer, held[layer], wanted[layer]) for layer in sorted(layers)
+        }
+        if not verdicts <= {Verdict.RIGHT, Verdict.DAMAGED}:  # other layers were loaded again too
+            for layer in sorted(set(range(len(held))) - layers):
+                self._mend_layer(check, layer, held[layer], wanted[layer])
+        return None if np.array_equal(wanted, held) else wanted
+
+    def _mend_layer(
+        self, check: TransferCheck, layer: int, held: IntArray, wanted: IntArray
+    ) -> Verdict:
+        """Repair the slots of a layer, or set the row that is to serve; collective.
+
+        Returns:
+            What its slots were.
+        """
+        records = check.records
+        live = records.experts_of_slots(layer)
+        verdict = records.verdict(layer, held, live)
+        if verdict is Verdict.REPLACED:
+            check.is_replaced = True
+        elif verdict is Verdict.OF_START:  # a reload: no byte has to move
+            check.relabelled.add(layer)
+            wanted[:] = records.start[layer]
+            log.warning("layer %d: %s, which serves again", layer, verdict.value)
+        is_right = verdict in (Verdict.RIGHT, Verdict.OF_START)
+        if verdict is Verdict.DAMAGED:
+            wrong = records.wrong(layer, records.wanted_slots(layer, held))
+            wants = records.exchange_wants(layer, wrong)
+            is_right = wants is None or not records.bring(layer, wrong, wants, live)
+        if is_right:
+            check.faulty.discard(layer)
+        if self.checks is not None:  # a fault is over once its slot was looked at again
+            self.checks.look_again(layer)
+        return verdict
+
+    def _take_replaced(self, target: ServedMap, wanted: IntArray) -> None:
+        """Take the weights that have replaced those of the load; collective.
+
+        A reload may have put them where the start's map has their experts (vLLM issue 55228): then
+        replicas are alike by that map alone, and it is ``wanted`` again.
+        """
+        assert target.check is not None, "it has found the weights replaced"
+        held, start = wanted.copy(), target.check.records.start
+        slots = digests_of_slots(list(target.model.expert_weights), self.group.cpu_group)
+        if num_differing(held, slots) and not num_differing(start, slots):
+            wanted[:] = start
+        log.warning("the weights were replaced: their experts are known by new digests")
+        if self.kept is not None:
+            log.warning("kept records are not used any more: the weights were replaced")
+            set_part("vllm", "records", is_on=False)
+        self.kept, self.checks, self._is_check_due = None, None, self.settings.engine.check
+        weights, group = target.model.expert_weights, self.group.cpu_group
+        digests = digests_of_experts(wanted, slots)
+        records = SlotRecords(lambda layer: weights[layer], digests, start, group, None)
+        target.check = TransferCheck(records)
+        target.check.relabelled |= set(np.flatnonzero((wanted != held).any(axis=1)).tolist())
 
     def _begin_check(self) -> None:
         """Agree on the digests of all slots; collective, whatever has failed on this rank."""
@@ -283,13 +405,12 @@ class PluginProcess:
                 ),
             )
 
-        self.checks = RankCheck(
-            "vllm", lambda own: gathered_large(own, group.cpu_group), self._note
-        )
+        checks = RankCheck("vllm", lambda own: gathered_large(own, group.cpu_group), self._note)
         try:
-            self.checks.begin(make_view)
+            checks.begin(make_view)
         except Exception:  # of the collective
             log.exception("placement check is off")
+        self.checks = checks
 
     def before_step(self, state: Any, is_dummy: bool, is_profile: bool, log_stats: bool) -> None:
         """Count the pass that ended, before vLLM clears its figures."""
@@ -347,7 +468,13 @@ class PluginProcess:
         """The decision with the shares of a row; None: they are even."""
         if not self.is_on("shares"):
             return None
-        return self.decisions.of_layer(row, layer, len(served.held), served.num_experts)
+        return served.decision_of_layer(row, layer)
+
+    def model_of(self, held: IntArray) -> ServedMap | None:
+        """The model that vLLM's policy is called for; each call of the policy asks once."""
+        served = next_served(self._served, held, self._asked_last)
+        self._asked_last = served or self._asked_last
+        return served
 
     def layer_changed(self, model_state: Any) -> None:
         """Note that some layer of a map has changed."""
@@ -368,37 +495,63 @@ class PluginProcess:
 
     def _offer_map(self) -> None:
         served = self._target
-        if self.recorder is None or served is None:
+        if self.recorder is None or served is None or self.group.rank_in_group:
             return
         held, num_experts = served.held.astype(np.int32), served.num_experts
-        decision = self.decisions.of_map(served.held, num_experts)
+        decision = served.decision_of(served.held)
         if decision is not None and np.array_equal(decision.repeats, served.repeats):
             share = decision.shares()
         else:
             share = np.array(eplb.Placement(held, num_experts).slot_share)
-        question, self._moving = self._moving, None
-        reason = "vLLM committed this map"
-        self.recorder.send(MapChange(held, share, num_experts, self.generation, reason, question))
+        moving, self._moving = self._moving, None
+        question, figures = moving or (None, {})
+        assert self._joined is not None, "the ranks have joined"
+        is_first = self.generation == self._joined.base_generation
+        unplanned = "vLLM's map at the start" if is_first else "of vLLM's own balancer"
+        reason = str(figures.get("reason", unplanned))
+        self.recorder.send(
+            MapChange(held, share, num_experts, self.generation, reason, question, figures)
+        )
 
-    def asked(self, held: IntArray) -> PlanQuestion:
-        """Why rank 0 plans for a map [L, P] now: a task that waits, or vLLM's interval."""
-        recorder, target = self.recorder, self._target
-        if recorder is None or target is None or not np.array_equal(held, target.held):
+    def asked(self, served: ServedMap | None) -> PlanQuestion:
+        """Why rank 0 plans for a model now: a task that waits, or vLLM's interval."""
+        recorder = self.recorder
+        if recorder is None or served is not self._target:
             return PlanQuestion("interval")  # a draft model's plans answer no task
-        if self._moving is not None:  # its map was replaced before it served on all layers
-            self.answered(MoveOutcome(self._moving))
-            self._moving = None
+        if self._moving is not None:
+            question, self._moving = self._moving[0], None
+            self.answer(served, MoveOutcome(question, error=NEVER_SERVED))
         return recorder.questions.popleft() if recorder.questions else PlanQuestion("interval")
 
-    def answered(self, outcome: MoveOutcome) -> None:
-        """Report what came of a question on rank 0."""
-        is_told = outcome.question.task_id or outcome.error or outcome.is_kept_plan
-        if self.recorder is not None and is_told:
-            self.recorder.send(outcome)
+    def answer(self, served: ServedMap | None, outcome: MoveOutcome) -> None:
+        """Report on rank 0 what came of a question: the plan, or why there is none."""
+        if self.recorder is None or served is not self._target:
+            return  # the store has no maps of a draft model
+        if outcome.is_begun:
+            self._moving = outcome.question, outcome.figures
+        self.recorder.send(outcome)
 
-    def will_move(self, question: PlanQuestion) -> None:
-        """Note a plan of rank 0 that moves experts: its task ends once the map serves."""
-        self._moving = question if question.task_id else None
+    @property
+    def why_engine_plans(self) -> str:
+        """Why vLLM's own policy has to plan, as rank 0 knows it; "" on other ranks."""
+        if self.group.rank_in_group:
+            return ""
+        failed, settings = self.num_failed_plans, self.settings.engine
+        return why_engine_plans(self.recorder, failed, settings, is_so=self.is_handed_back)
+
+    def hand_back(self, why: str, *, is_so: bool) -> None:
+        """Have vLLM's own policy plan from now on, or not any more; the same on all ranks.
+
+        Args:
+            why: as rank 0 knows it; "" on other ranks.
+            is_so: what all ranks have agreed on.
+        """
+        if is_so == self.is_handed_back:
+            return
+        self.is_handed_back = is_so
+        say_who_plans("vllm", why, is_engine=is_so)
+        if self.group.rank_in_group == 0:
+            self._note(ENGINE_PLANS, {"reason": why if is_so else ""})
 
 
 def group_among(parallel: Any, first: int, size: int) -> EngineGroup:

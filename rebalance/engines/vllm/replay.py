@@ -17,7 +17,6 @@ Shapes:  T windows, L MoE layers, E experts, B rows of a pass, k experts of a ro
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 from collections.abc import Mapping
@@ -29,6 +28,8 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
+from rebalance.engines.common.guards import require
+from rebalance.engines.vllm.entry import REPLAY
 
 STRATEGY = "eplb_trace"
 STRATEGY_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
@@ -65,15 +66,12 @@ def register_replay(environ: Mapping[str, str]) -> None:
 def _install(parts: NDArray[np.float64], passes: int) -> None:
     from vllm.model_executor.layers.fused_moe.router import routing_simulator_router as simulator
 
-    base: Any = simulator.RoutingStrategy
-    found = " ".join(inspect.signature(base.route_tokens).parameters)
-    if found != "self hidden_states router_logits top_k indices_type":
-        raise ConfigError(f"route_tokens of vLLM takes ({found}), expected another signature")
-    if "RoutingSimulator.get_strategy(" not in inspect.getsource(simulator.RoutingSimulatorRouter):
-        raise ConfigError("the routers of vLLM do not ask for their strategy when they are built")
-    own = simulator.RoutingSimulator.get_strategy.__func__
-    if getattr(own, "replays", False):
+    asked: Any = getattr(simulator.RoutingSimulator, "get_strategy", None)
+    if getattr(asked, "replays", False):
         return
+    require(REPLAY)
+    base: Any = simulator.RoutingStrategy
+    own = asked.__func__
 
     class LayerStrategy(base):  # type: ignore[misc]
         """Routes one layer of the model."""

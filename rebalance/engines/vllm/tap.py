@@ -21,8 +21,7 @@ import torch
 
 from eplb.core.load import Phase
 from rebalance.engines.common.tap import Counted, on_host
-
-RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
+from rebalance.engines.vllm.entry import RUNNERS
 
 log = logging.getLogger(__name__)
 

@@ -99,6 +99,8 @@ class EntryTable:
         if holder in entry.holders:
             entry.holders.remove(holder)
             self.num_leases[holder] -= 1
+            if not self.num_leases[holder]:
+                del self.num_leases[holder]  # holders come and go as long as the host cache lives
             self.make_evictable(entry)
 
     def make_evictable(self, entry: CacheEntry) -> None:
@@ -138,7 +140,7 @@ class EntryTable:
 
     def holders(self) -> set[int]:
         """All holders that have a lease."""
-        return {holder for holder, count in self.num_leases.items() if count}
+        return set(self.num_leases)
 
     def has_unheld_load(self) -> bool:
         """Return whether an entry will become free without a release."""

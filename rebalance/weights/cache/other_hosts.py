@@ -32,7 +32,7 @@ from rebalance.weights.link.server import Lent
 from rebalance.weights.link.wire import Message, RefusedError, Wire, field
 from runtime.memory import RunningDigest, digest
 
-PROTOCOL = "eplb-hosts-2"
+PROTOCOL = "eplb-hosts-3"
 INVENTORY_AGE_S = 1.0  # maximum age of a host's list of records in memory
 
 log = logging.getLogger(__name__)

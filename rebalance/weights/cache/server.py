@@ -24,6 +24,7 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import wait
 
+import numpy as np
 import torch
 
 from eplb.core.bounded_json import MAX_JSON_BYTES
@@ -157,11 +158,14 @@ class HostCacheServer:
         return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
 
     def _start_readers(self, num_readers: int) -> None:
-        # One thread first, alone: after a fork torch remakes its thread pool at a new thread's
-        # first use, and of two that do so at once one finds none.
-        first = threading.Thread(target=lambda: torch.zeros(PAGE_BYTES).sum(), name="preload-torch")
-        first.start()
-        first.join()
+        if isinstance(self._sources.disk, RecordLoader):
+            # Repacking uses torch. One thread first, alone: after a fork torch remakes its thread
+            # pool at a new thread's first use, and of two that do so at once one finds none.
+            first = threading.Thread(
+                target=lambda: torch.zeros(PAGE_BYTES).sum(), name="preload-torch"
+            )
+            first.start()
+            first.join()
         for number in range(num_readers):
             reader = threading.Thread(target=self._read, name=f"preload-{number}", daemon=True)
             reader.start()
@@ -245,6 +249,9 @@ class HostCacheServer:
     def keep(self, offered: Sequence[tuple[Record, Digest]], data: torch.Tensor) -> list[str]:
         """Keep records, each a row of ``data`` [n, record_bytes].
 
+        Threads of an engine's process run this: bytes are copied by numpy, because torch's own
+        copies need its thread pool, which a process has lost with its fork.
+
         Returns:
             [n] where each is now: "memory" (and on the disk, where there is one), "disk" where
             memory is full, "" where it is nowhere.
@@ -271,7 +278,7 @@ class HostCacheServer:
         is_on_disk = disk.keep(record, data, expected)
         entry = self.cache.begin_offer(record)
         if entry is not None and self._is_allocated(entry):
-            self.record_at(entry.index).copy_(data)
+            np.copyto(self.record_at(entry.index).numpy(), data.numpy())
             # What is on no disk keeps its entry: evicted, it would be lost.
             self.cache.loaded(entry, expected, "offered", for_writer=not is_on_disk)
             return "memory"
@@ -418,10 +425,14 @@ class HostCacheSession:
             # Writable, although nothing writes: torch maps no other memory.
             data = torch.from_numpy(attach(message["handle"], message["num_bytes"], for_gpu=True))
             digests = [(int(plain), int(weighted)) for plain, weighted in message["digests"]]
-            rows = data.view(-1, self._origin.record_bytes)
+            # The last batch leaves a part of the rank's arena unused.
+            rows = data.view(-1, self._origin.record_bytes)[: len(records)]
             return {"places": server.keep(list(zip(records, digests, strict=True)), rows)}
-        except (CheckpointError, MigrationError) as exc:
-            return {"error": str(exc)}
+        except Exception as exc:
+            # A bug here must reach the rank that waits, and not only this process's log.
+            if not isinstance(exc, EplbError | OSError):
+                log.exception("keeping records failed")
+            return {"error": reason_of(exc)}
 
     def _intact(self, request: Request) -> tuple[Digest, int] | None:
         """Return a leased record's digest and place if its bytes still digest to it."""

@@ -67,7 +67,8 @@ class OfferedRecords:
         """The files, with those that other hosts have made meanwhile."""
         with self._lock:
             while self._folder is not None and self._path(len(self._files)).exists():
-                self._files.append(RecordFile(self._path(len(self._files)), self.origin))
+                path = self._path(len(self._files))
+                self._files.append(RecordFile(path, self.origin, only_reads=True))
             return list(self._files)
 
     def digest_of(self, record: Record) -> Digest | None:

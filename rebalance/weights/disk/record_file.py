@@ -99,7 +99,7 @@ def _schema_digest(schema: ExpertSchema) -> str:
 
 
 MAGIC = b"EPLBREC1"
-VERSION = 1
+VERSION = 2  # 1: digests that weighted a lane by its position, alike for some permutations
 _PREFIX = struct.Struct("<8sI16s")  # magic, bytes of JSON, their digest
 _MARK = struct.Struct("<qq16s")  # the two sums of a record, and what binds them
 MARK_BYTES = _MARK.size
@@ -180,23 +180,28 @@ def _read_header(page: bytes) -> Mapping[str, object]:
 class RecordFile:
     """One open record file. Any number of processes read it; the first to come also writes.
 
+    Args:
+        path: of the file.
+        origin: of its records.
+        only_reads: leave it to others to write; else nobody could while this process lives.
+
     Raises:
         CheckpointError: the file is damaged or truncated, or has another origin.
     """
 
-    def __init__(self, path: Path, origin: RecordOrigin) -> None:
+    def __init__(self, path: Path, origin: RecordOrigin, *, only_reads: bool = False) -> None:
         self.path, self._layout = path, RecordFileLayout(origin)
         self._lock = threading.Lock()
         self._unmarked: dict[Record, Digest] = {}  # written, not known to be on the disk
         self._complete: dict[Record, Digest] = {}
         self.num_damaged = 0  # records that were read with another digest, or not at all
         try:
-            self._file = DirectFile(path, os.O_RDWR)
+            self._file = DirectFile(path, os.O_RDONLY if only_reads else os.O_RDWR)
         except OSError as exc:
             raise CheckpointError(f"record file {path} cannot be opened: {exc}") from exc
         self._reader = ParallelReader(self._file, str(path))
         try:
-            self.may_write = _try_lock(self._file.buffered)
+            self.may_write = not only_reads and _try_lock(self._file.buffered)
             self._check()
         except (CheckpointError, OSError) as exc:
             self._file.close()

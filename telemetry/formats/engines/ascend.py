@@ -1,4 +1,4 @@
-"""vllm-ascend: the expert map as JSON, and tables of load.
+"""vllm-ascend: the expert map as JSON. Its tables of load are tensors [layers, experts].
 
 Entry i of the list is the i-th MoE layer. A device holds an expert once at most, and an expert that
 stays on a device must keep its slot there: else the engine reverts the layer without an error.
@@ -17,37 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import as_history
-from eplb.core.placement import Placement
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import int_array, member, read_json, whole_number
 from telemetry.formats.repairs import filled, kept_in_place, ranks_of, without_duplicates
-from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import (
-    LoadFile,
     PlacementFile,
     ReadOptions,
+    placement_of,
     refuse_dense_rows,
-    resolve,
     rows_in_order,
 )
 
 MAX_LAYERS = 4096
-
-
-def read_tensor(path: Path, options: ReadOptions) -> LoadFile:
-    """Read a tensor ``[layers, experts]`` that ``torch.save`` wrote."""
-    return of_tensor(load_torch(path), options)
-
-
-def of_tensor(tokens: Any, options: ReadOptions) -> LoadFile:
-    """The load of a tensor that was read already."""
-    if not isinstance(tokens, np.ndarray) or tokens.ndim not in (2, 3):
-        shape = getattr(tokens, "shape", type(tokens).__name__)
-        raise HistoryError(f"found {shape}, expected a tensor [layers, experts]")
-    history = as_history(tokens.astype(np.float64) if tokens.dtype == np.float16 else tokens)
-    _, layers, notes = resolve(rows_in_order(history.num_layers), options)
-    return LoadFile(history, layers, notes=notes)
 
 
 def read_map(path: Path, options: ReadOptions) -> PlacementFile:
@@ -79,11 +60,9 @@ def read_map(path: Path, options: ReadOptions) -> PlacementFile:
     num_slots = num_devices * each
     if held.min() < 0 or held.max() >= num_slots:
         raise HistoryError(f"experts {held.min()}..{held.max()} in {num_slots} slots")
-    num_experts = options.experts_in(num_slots, int(held.max()))
-    flat = held.reshape(num_layers, num_slots).astype(np.int32)
-    rows, layers, further = resolve(rows_in_order(num_layers), options)
-    placement = Placement(flat[rows], num_experts)
-    return PlacementFile(placement, layers, num_devices, notes=(*notes, *further))
+    flat = held.reshape(num_layers, num_slots)
+    layers = rows_in_order(num_layers)
+    return placement_of(flat, layers, options, num_ranks=num_devices, notes=notes)
 
 
 def write_map(

@@ -2,8 +2,8 @@
 
 Rows are all hidden layers of the model, dense ones included, in dumps and in locations. A dump of
 the modes stat and stat_approx is one file, whose steps stand in a circular buffer: their order is
-not known. In the modes per_pass and per_token each rank writes a file of its own part; the path is
-then the folder of one dump, and passes are summed over its files.
+not known. In the modes per_pass and per_token each rank writes a file of its own part: passes are
+summed over the files of a dump.
 
 Source: sglang 0.5.23, ``python/sglang/srt/eplb/expert_distribution.py`` and ``expert_location.py``.
 
@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory, as_history
+from eplb.core.load import LoadHistory, as_history, repeats_expert
 from eplb.core.placement import Placement
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import (
-    check_whole,
     int_array,
     member,
     read_json,
     to_json,
+    whole_array,
     whole_number,
 )
 from telemetry.formats.repairs import filled
@@ -41,8 +40,9 @@ from telemetry.formats.types import (
     ReadOptions,
     StepSums,
     check_cells,
+    cut_unlike,
     model_layers,
-    resolve,
+    placement_of,
     rows_as_hidden,
     summed_windows,
     to_logical,
@@ -51,15 +51,8 @@ from telemetry.formats.types import (
 MAP = "physical_to_logical_map"
 COUNT = "logical_count"
 MAX_RANK_FILES = 4096
-RANK_FILE = re.compile(r"expert_distribution_recorder_(?P<time>[\d.]+)_(?P<rank>\d+)\.pt")
+DUMP_FILE = re.compile(r"expert_distribution_recorder_(?P<time>[\d.]+?)(?:_(?P<rank>\d+))?\.pt")
 CIRCULAR = "steps stand in a circular buffer: which window is the newest is not known"
-
-
-def read_dump(path: Path, options: ReadOptions) -> LoadFile:
-    """Read a recorder's ``.pt`` file, or the folder of a dump of one file a rank."""
-    if path.is_dir():
-        return read_rank_files(_rank_files(path), options)
-    return of_dump(load_torch(path), path, options)
 
 
 def of_dump(found: Any, path: Path, options: ReadOptions) -> LoadFile:
@@ -69,7 +62,11 @@ def of_dump(found: Any, path: Path, options: ReadOptions) -> LoadFile:
     if isinstance(found, dict) and "records" in found:
         note = f"of one rank alone, {path.name}: the folder of all ranks' files gives their sum"
         return read_rank_files([path], options, {path: found}, (note,))
-    raise HistoryError(f"no {COUNT} and no records, expected a dump of SGLang's recorder")
+    keys = ", ".join(map(str, found))[:80] if isinstance(found, dict) else ""
+    raise HistoryError(
+        f"found a {type(found).__name__} {keys}, expected a dump of SGLang's recorder with "
+        f"{COUNT} or records, a {MAP}, or one tensor [layers, experts]"
+    )
 
 
 def read_counts(path: Path, options: ReadOptions) -> LoadFile:
@@ -79,7 +76,7 @@ def read_counts(path: Path, options: ReadOptions) -> LoadFile:
 
 
 def _stat(counts: Any, options: ReadOptions, notes: tuple[str, ...]) -> LoadFile:
-    if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "if" or not counts.size:
+    if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iuf" or not counts.size:
         raise HistoryError(f"{COUNT} is no table of numbers, expected [steps, layers, experts]")
     steps = counts[None] if counts.ndim == 2 else counts
     if steps.ndim != 3:
@@ -93,7 +90,8 @@ def _stat(counts: Any, options: ReadOptions, notes: tuple[str, ...]) -> LoadFile
     tokens, each = summed_windows(steps, options.max_windows)
     first = np.arange(len(tokens)) * each
     last = np.minimum(first + each, len(steps)) - 1
-    return _load_file(tokens, (first, last), options, notes)
+    layers = rows_as_hidden(tokens.shape[1])
+    return LoadFile(LoadHistory(tokens, first, last), layers, notes=notes)
 
 
 def _last_filled(steps: NDArray[Any]) -> int:
@@ -104,42 +102,34 @@ def _last_filled(steps: NDArray[Any]) -> int:
     return 1
 
 
-def _load_file(
-    tokens: NDArray[np.int64],
-    steps: tuple[NDArray[np.int64], NDArray[np.int64]],
-    options: ReadOptions,
-    notes: tuple[str, ...],
-    held: NDArray[np.int32] | None = None,
-) -> LoadFile:
-    """Windows [T, L, E] of steps first..last, without the rows of dense layers."""
-    num_layers, num_experts = tokens.shape[1:]
-    idle = np.asarray(~tokens.any(axis=(0, 2)))
-    rows, layers, further = resolve(rows_as_hidden(num_layers), options, idle=idle)
-    kept = tokens if len(rows) == num_layers else tokens[:, rows]
-    current = None
-    if held is not None:
-        current = PlacementFile(Placement(held[rows], num_experts), layers)
-    return LoadFile(LoadHistory(kept, *steps), layers, current, notes=notes + further)
+def dumps_in(paths: list[Path], *, strict: bool) -> tuple[list[list[Path]], tuple[str, ...]]:
+    """Files of each dump by rank, in order of time, and a note on those of no whole dump.
 
-
-def _rank_files(folder: Path) -> list[Path]:
-    """Files of the one dump in a folder, by rank."""
-    found = {path: name for path in folder.iterdir() if (name := RANK_FILE.fullmatch(path.name))}
-    by_rank: dict[int, list[Path]] = {}
-    for path, name in found.items():
-        by_rank.setdefault(int(name["rank"][:9]), []).append(path)
-    if not found or len(found) > MAX_RANK_FILES:
-        raise HistoryError(
-            f"{len(found)} files expert_distribution_recorder_TIME_RANK.pt, "
-            f"expected 1..{MAX_RANK_FILES}"
-        )
-    twice = [rank for rank, paths in by_rank.items() if len(paths) > 1]
-    if twice:
-        raise HistoryError(f"several files of rank {min(twice)}, expected those of one dump")
+    The n-th file of every rank is of the n-th dump; a file without a rank is a dump.
+    """
+    by_rank: dict[int, list[tuple[float, Path]]] = {}
+    for path in paths:
+        name = DUMP_FILE.fullmatch(path.name)
+        assert name is not None, "files of the recorder alone"
+        time = name["time"].replace(".", "", name["time"].count(".") - 1)
+        by_rank.setdefault(int((name["rank"] or "-1")[:9]), []).append((float(time), path))
+    if alone := by_rank.pop(-1, []):
+        if by_rank:
+            raise HistoryError("files of one rank and of all ranks, expected those of one mode")
+        return [[path] for _, path in sorted(alone)], ()
     missing = sorted(set(range(max(by_rank) + 1)) - by_rank.keys())
-    if missing:
-        raise HistoryError(f"no file of rank {missing[0]}, expected ranks 0..{max(by_rank)}")
-    return [by_rank[rank][0] for rank in sorted(by_rank)]
+    if missing or len(paths) > MAX_RANK_FILES:
+        raise HistoryError(
+            f"{len(paths)} files, none of rank {missing or MAX_RANK_FILES}, expected ranks "
+            f"0..{max(by_rank)}"
+        )
+    count = min(map(len, by_rank.values()))
+    spare = len(paths) - count * len(by_rank)
+    notes = (
+        cut_unlike(f"{spare} files are of dumps that not all ranks have", strict) if spare else ()
+    )
+    whole = [sorted(by_rank[rank])[:count] for rank in sorted(by_rank)]
+    return [[files[number][1] for files in whole] for number in range(count)], notes
 
 
 def read_rank_files(
@@ -151,8 +141,9 @@ def read_rank_files(
     """Read the files of all ranks of one dump, by rank, and sum their passes."""
     held: NDArray[np.int64] | None = None
     sums: dict[int, NDArray[np.int64]] = {}  # by pass
-    seen: dict[int, int] = {}
-    for rank, path in enumerate(paths):
+    seen: dict[int, int] = {}  # files that have it
+    for path in paths:
+        of_file = set[int]()
         record = loaded[path] if loaded else load_torch(path)
         last = member(record, f"last_{MAP}", np.ndarray, path.name)
         table = _checked_map(last, f"{path.name}: the map")
@@ -160,39 +151,38 @@ def read_rank_files(
             raise HistoryError(f"{path.name} has another map than rank 0, expected one dump")
         held = table
         for number, slots in _passes(record, table, path.name):
-            if rank and number not in sums:
-                raise HistoryError(f"{path.name} has pass {number}, which rank 0 lacks")
+            if number in of_file:
+                raise HistoryError(f"{path.name} has pass {number} twice, expected it once")
+            of_file.add(number)
             sums[number] = sums.get(number, 0) + slots
             seen[number] = seen.get(number, 0) + 1
-    if held is None or not sums:
-        raise HistoryError("no records, expected passes")
-    short = [number for number, count in seen.items() if count != len(paths)]
-    if short:
-        raise HistoryError(
-            f"pass {min(short)} is in {seen[min(short)]} of {len(paths)} files, expected all, once"
-        )
+    whole = sorted(number for number, count in seen.items() if count == len(paths))
+    if held is None or not whole:
+        raise HistoryError("no records, expected passes that all files have")
+    if len(whole) < len(seen):
+        lost = f"{len(seen) - len(whole)} of {len(seen)} passes are not in all {len(paths)} files"
+        notes = (*notes, *cut_unlike(lost, options.strict))
     num_experts = options.experts_in(held.shape[1], int(held.max()))
     folded = StepSums(options.max_windows)
-    for number in sorted(sums):
+    for number in whole:
         folded.add(number, to_logical(sums[number], held, num_experts, f"pass {number}"))
     only_last = (
         "the map is the last one: passes before a rebalance within this recording would be wrong"
     )
-    summed = folded.history()
-    steps = (summed.first_step, summed.last_step)
-    current = held.astype(np.int32)
-    found = _load_file(summed.tokens, steps, options, (*notes, only_last), current)
+    layers = rows_as_hidden(len(held))
+    current = PlacementFile(Placement(held.astype(np.int32), num_experts), layers)
     num_ranks = len(paths) if len(paths) > 1 else None
-    return replace(found, num_ranks=num_ranks)
+    return LoadFile(folded.history(), layers, current, num_ranks, notes=(*notes, only_last))
 
 
 def _checked_map(table: NDArray[Any], where: str) -> NDArray[np.int64]:
     """[L, P] experts of slots; every slot holds one."""
     num_slots = table.shape[-1] if table.ndim else 0
-    check_whole(table, (None, None), where, high=num_slots - 1)
-    if not table.size:
+    found: NDArray[np.int64] = whole_array(
+        table, (None, None), where, high=max(num_slots - 1, 0)
+    ).astype(np.int64)
+    if not found.size:
         raise HistoryError(f"{where} has shape {table.shape}, expected layers and slots")
-    found: NDArray[np.int64] = table.astype(np.int64)
     return found
 
 
@@ -209,7 +199,7 @@ def _passes(
         slots = one.get("global_physical_count")
         if slots is None:
             slots = _counted(member(one, "topk_ids_of_layer", np.ndarray, place), held, place)
-        check_whole(slots, held.shape, f"{place}: global_physical_count")
+        slots = whole_array(slots, held.shape, f"{place}: global_physical_count")
         yield number, slots.astype(np.int64)
 
 
@@ -217,8 +207,10 @@ def _counted(ids: NDArray[Any], held: NDArray[np.int64], where: str) -> NDArray[
     """[L, P] from the slots of single tokens [L, tokens, 8], padded with -1: older releases."""
     num_layers, num_slots = held.shape
     shape = (num_layers, None, None)
-    check_whole(ids, shape, f"{where}: topk_ids_of_layer", low=-1, high=num_slots - 1)
+    ids = whole_array(ids, shape, f"{where}: topk_ids_of_layer", low=-1, high=num_slots - 1)
     check_cells(num_layers, num_slots, held.nbytes)
+    if (wrong := repeats_expert(ids)) is not None:
+        raise HistoryError(f"{where}: token {wrong[1]} of row {wrong[0]} has a slot twice")
     counts = [
         np.bincount(row.ravel().astype(np.int64) + 1, minlength=num_slots + 1)[1:] for row in ids
     ]
@@ -229,19 +221,16 @@ def _counted(ids: NDArray[Any], held: NDArray[np.int64], where: str) -> NDArray[
 
 
 def read_location(path: Path, options: ReadOptions) -> PlacementFile:
-    """Read ``{"physical_to_logical_map": ...}``, as JSON or as a ``.pt`` file."""
-    return of_location(load_torch(path) if path.suffix == ".pt" else read_json(path), options)
+    """Read ``{"physical_to_logical_map": ...}`` of a JSON file."""
+    return of_location(read_json(path), path, options)
 
 
-def of_location(record: Any, options: ReadOptions) -> PlacementFile:
+def of_location(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
     """The placement of a map that was read already."""
     table = member(record, MAP, (list, np.ndarray), "the file")
     given = table if isinstance(table, np.ndarray) else int_array(table, 2, MAP)
     held = _checked_map(given, MAP)
-    num_experts = options.experts_in(held.shape[1], int(held.max()))
-    rows, layers, notes = resolve(rows_as_hidden(len(held)), options)
-    placement = Placement(held[rows].astype(np.int32), num_experts)
-    return PlacementFile(placement, layers, notes=notes)
+    return placement_of(held, rows_as_hidden(len(held)), options)
 
 
 def write_location(

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from eplb.core.placement import Placement
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import (
     check_regular,
-    check_whole,
     member,
     read_json,
     read_text_bytes,
+    whole_array,
     whole_number,
 )
 from telemetry.formats.repairs import filled, ranks_of
@@ -38,12 +37,13 @@ from telemetry.formats.types import (
     StepSums,
     as_layers,
     check_cells,
+    cut_unlike,
     model_layers,
-    resolve,
+    placement_of,
 )
 
 RANK_FILE = re.compile(r"rank(\d{1,5})\.safetensors")  # not rank0_raw.safetensors
-KEY = re.compile(r"(\d{1,12})_(\d{1,5})")
+KEY = re.compile(r"(0|[1-9]\d{0,11})_(0|[1-9]\d{0,4})")
 NUMBER = re.compile(r"\d{1,9}")
 MAX_DEPTH = 4
 MAX_EVENTS = 4_000_000  # 1,024 layers x 1,024 slots take 1,100,000
@@ -56,25 +56,34 @@ def read_statistics(folder: Path, options: ReadOptions) -> LoadFile:
     num_experts = whole_number(
         member(meta, "num_experts", int, "meta_info.json"), "num_experts", 1, 2**20
     )
-    files = _rank_files(folder)
-    total: dict[str, NDArray[np.int64]] = {}
-    for rank, path in enumerate(files):
-        counts = _counts(path, num_experts)
-        if rank and counts.keys() != total.keys():
-            odd = min(counts.keys() ^ total.keys())
-            raise HistoryError(f"{path.name}: {odd!r} is not in all ranks' files")
-        for key, tokens in counts.items():
-            total[key] = total[key] + tokens if rank else tokens
-    steps, ids = _axes(total)
-    check_cells(len(ids), num_experts, sum(one.nbytes for one in total.values()))
+    files = [_counts(path, num_experts) for path in _rank_files(folder)]
+    stages: dict[tuple[int, ...], int] = {}  # layers of a pipeline stage, and its ranks
+    whole, steps = set[int](), set[int]()
+    for rank, counts in enumerate(files):
+        ids = tuple(sorted({layer for _, layer in counts}))
+        stages[ids] = stages.get(ids, 0) + 1
+        seen = {step for step, _ in counts}
+        complete = {step for step in seen if all((step, layer) in counts for layer in ids)}
+        whole, steps = complete & whole if rank else complete, steps | seen
+    layers = sorted(layer for ids in stages for layer in ids)
+    if len(set(layers)) != len(layers):
+        raise HistoryError(f"ranks have layers {list(stages)[:2]}, expected the same or no common")
+    if not whole or max(whole) - min(whole) + 1 != len(whole):
+        shown = f"{min(steps, default=0)}..{max(steps, default=0)}"
+        raise HistoryError(
+            f"{len(whole)} iterations in {shown} have each layer of every rank, expected no gap"
+        )
+    check_cells(
+        len(layers), num_experts, sum(one.nbytes for part in files for one in part.values())
+    )
     sums = StepSums(options.max_windows)
-    for step in steps:
-        sums.add(step, np.array([total[f"{step}_{layer}"] for layer in ids]))
-    rows, layers, notes = resolve(as_layers(ids), options)
-    history = sums.history()
-    if rows != list(range(len(ids))):
-        history = type(history)(history.tokens[:, rows], history.first_step, history.last_step)
-    return LoadFile(history, layers, None, len(files), notes=notes)
+    for step in sorted(whole):
+        parts = [[part[step, layer] for part in files if (step, layer) in part] for layer in layers]
+        sums.add(step, np.array([np.sum(part, axis=0) for part in parts]))
+    lost = f"{len(steps) - len(whole)} of {len(steps)} iterations are not in all files"
+    notes = cut_unlike(lost, options.strict) if len(steps) > len(whole) else ()
+    num_ranks = max(stages.values()) if len(set(stages.values())) == 1 else None
+    return LoadFile(sums.history(), as_layers(layers), None, num_ranks, notes=notes)
 
 
 def _rank_files(folder: Path) -> list[Path]:
@@ -89,36 +98,22 @@ def _rank_files(folder: Path) -> list[Path]:
     return [found[rank] for rank in range(len(found))]
 
 
-def _counts(path: Path, num_experts: int) -> dict[str, NDArray[np.int64]]:
+def _counts(path: Path, num_experts: int) -> dict[tuple[int, int], NDArray[np.int64]]:
+    """Tokens [E] of a rank by iteration and layer."""
     check_regular(path)
     try:
         tensors = load_file(path)
     except SafetensorError as exc:
         raise HistoryError(f"{path.name} is no safetensors file: {exc}") from exc
+    found = {}
     for key, tokens in tensors.items():
-        if not KEY.fullmatch(key):
+        if not (name := KEY.fullmatch(key)):
             raise HistoryError(f"{path.name}: key {key[:40]!r}, expected ITERATION_LAYER")
-        check_whole(tokens, (num_experts,), f"{path.name}: {key}")
-    return {key: tokens.astype(np.int64) for key, tokens in tensors.items()}
-
-
-def _axes(total: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Iterations, which have no gap, and layers; each iteration has each layer."""
-    pairs = {tuple(map(int, key.split("_"))) for key in total}
-    steps, ids = sorted({step for step, _ in pairs}), sorted({layer for _, layer in pairs})
-    if not pairs or len(pairs) != len(total) or len(pairs) != len(steps) * len(ids):
-        raise HistoryError(
-            f"{len(total)} counts of {len(steps)} iterations and {len(ids)} layers, "
-            "expected one of each layer in each iteration"
-        )
-    if any(f"{step}_{layer}" not in total for step, layer in pairs):
-        raise HistoryError("keys with leading zeros, expected ITERATION_LAYER")
-    if steps[-1] - steps[0] + 1 != len(steps):
-        raise HistoryError(f"{len(steps)} iterations in {steps[0]}..{steps[-1]}, expected no gap")
-    return steps, ids
-
-
-# -- configuration of the load balancer
+        tokens = whole_array(tokens, (num_experts,), f"{path.name}: {key}")
+        found[int(name[1]), int(name[2])] = tokens.astype(np.int64)
+    if not found:
+        raise HistoryError(f"{path.name} has no counts, expected some")
+    return found
 
 
 def read_config(path: Path, options: ReadOptions) -> PlacementFile:
@@ -141,13 +136,9 @@ def read_config(path: Path, options: ReadOptions) -> PlacementFile:
     table = np.array([held[layer] for layer in ids])
     if table.max() >= num_slots:
         raise HistoryError(f"expert {table.max()} in {num_slots} slots, expected fewer experts")
-    num_experts = options.experts_in(num_slots, int(table.max()))
-    rows, layers, notes = resolve(as_layers(ids), options)
     updates = _number(config.get("layer_updates_per_iter", "0"), "layer_updates_per_iter")
-    placement = Placement(table[rows].astype(np.int32), num_experts)
-    return PlacementFile(
-        placement, layers, notes=notes, provenance={"layer_updates_per_iter": updates}
-    )
+    provenance = {"layer_updates_per_iter": updates}
+    return placement_of(table, as_layers(ids), options, provenance=provenance)
 
 
 def _number(value: Any, where: str) -> int:

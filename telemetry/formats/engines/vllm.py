@@ -34,8 +34,8 @@ from telemetry.formats.types import (
     PlacementFile,
     ReadOptions,
     StepSums,
+    placement_of,
     refuse_dense_rows,
-    resolve,
     rows_in_order,
     to_logical,
 )
@@ -77,6 +77,7 @@ class StepLines:
         self.num_experts = options.num_experts
         self.num_markers = 0
         self._num_rows: int | None = None
+        self._map: NDArray[np.int64] | None = None
 
     def take(self, record: Any, where: str) -> Step | None:
         """The load of a line; None: it holds none.
@@ -102,8 +103,9 @@ class StepLines:
             raise HistoryError(
                 f"{where} has {len(table)} layers, the lines before {self._num_rows}"
             )
-        if self.num_experts is None:
-            self.num_experts = _num_experts(table, self.meta.num_redundant, where)
+        if self._map is None or not np.array_equal(table, self._map):
+            self._take_map(table, where)
+        assert self.num_experts is not None, "taken with the map"
         number = whole_number(record.get("step"), f"{where} step", 0, 2**62)
         if loads.max() > 2**48:
             raise HistoryError(f"{where}: {loads.max()} tokens in a slot, expected fewer")
@@ -112,13 +114,34 @@ class StepLines:
         self._num_rows = len(table)
         return Step(number, tokens, table)
 
+    def _take_map(self, table: NDArray[np.int64], where: str) -> None:
+        """Take the number of experts of the first map, and check each; -1 excuses missing ones."""
+        if self.num_experts is None:
+            self.num_experts = _num_experts(table, self.meta.num_redundant, where)
+        for row, held in enumerate(table):
+            missing = np.setdiff1d(np.arange(min(self.num_experts, held.size + 1)), held)
+            if missing.size and held.min() >= 0:
+                raise HistoryError(
+                    f"{where}: p2l_map[{row}] has no expert {missing[0]}, expected all of "
+                    f"{self.num_experts}"
+                )
+        self._map = table
+
 
 def read_load(path: Path, options: ReadOptions) -> LoadFile:
     """Read load lines."""
     lines, sums = StepLines(options), StepSums(options.max_windows)
     held: NDArray[np.int64] | None = None
+    last = -1  # a run begins with a line META, or at step 0
     for number, record in _records(path):
-        if (step := lines.take(record, f"line {number}")) is not None:
+        if (step := lines.take(record, f"line {number}")) is None:
+            last = -1 if record["record_type"] == META else last
+        else:
+            if step.number <= last and step.number:
+                raise HistoryError(
+                    f"line {number} has step {step.number} after step {last}, expected rising steps"
+                )
+            last = step.number
             sums.add(step.number, step.tokens)
             held = step.held
     meta = lines.meta
@@ -126,11 +149,11 @@ def read_load(path: Path, options: ReadOptions) -> LoadFile:
         raise HistoryError(f"no line {STATS}, expected load")
     if meta.num_ranks is not None:
         whole_number(meta.num_ranks, "num_ranks", 1, 65_536)
-    rows, layers, notes = resolve(rows_in_order(len(held)), options)
-    if lines.num_markers:
-        notes = (*notes, f"{lines.num_markers} lines of a benchmark's markers are ignored")
+    layers = rows_in_order(len(held))
+    marked = f"{lines.num_markers} lines of a benchmark's markers are ignored"
+    notes = (marked,) if lines.num_markers else ()
     history = sums.history()
-    current, further = current_of(held[rows], lines.num_experts)
+    current, further = current_of(held, lines.num_experts)
     file = None
     if current is not None:
         file = PlacementFile(current, layers, meta.num_ranks)
@@ -164,7 +187,9 @@ def _take_meta(meta: _Meta, record: dict[str, Any], where: str) -> None:
             setattr(meta, name, whole_number(record[name], f"{where} {name}", low))
     if "num_redundant_experts" in record:
         found = whole_number(record["num_redundant_experts"], f"{where} num_redundant_experts")
-        meta.num_redundant = found if meta.num_redundant is None else meta.num_redundant
+        if meta.num_redundant not in (None, found):
+            raise HistoryError(f"{where} has {found} redundant experts, expected --redundant's")
+        meta.num_redundant = found
     model = record.get("model", "")
     meta.model = model[:200] if isinstance(model, str) else ""
 
@@ -200,9 +225,8 @@ def read_mapping(path: Path, options: ReadOptions) -> PlacementFile:
     held = _assignments(given, num_slots)
     if redundant >= num_slots:
         raise HistoryError(f"{redundant} redundant experts in {num_slots} slots, expected fewer")
-    rows, layers, notes = resolve(rows_in_order(len(held)), options)
-    placement = Placement(held[rows].astype(np.int32), num_slots - redundant)
-    return PlacementFile(placement, layers, notes=notes)
+    layers = rows_in_order(len(held))
+    return placement_of(held, layers, options, num_experts=num_slots - redundant)
 
 
 def _assignments(given: dict[str, Any], num_slots: int) -> NDArray[np.int64]:

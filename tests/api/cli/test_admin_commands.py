@@ -255,7 +255,10 @@ def test_configuration_is_read_beside_the_variable_of_a_service(
         ({"decision": "MOVE", "num_moves": 4, "dry_run": True}, "nothing moves: a dry run"),
         ({"decision": "MOVE", "num_moves": 4, "kept": "a pause"}, "nothing moves: a pause"),
         ({"decision": "KEEP", "num_moves": 0, "dry_run": False}, "nothing moves"),
-        ({"decision": "MOVE", "num_moves": 4, "serves": 7}, "generation 7 serves"),
+        (
+            {"decision": "MOVE", "num_moves": 4, "serves": 7, "plan_id": 3, "published": True},
+            "generation 7 serves",
+        ),
     ],
     ids=["a dry run", "kept by a switch", "not worth it", "moved by an engine"],
 )

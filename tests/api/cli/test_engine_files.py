@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -179,14 +180,15 @@ def test_windows_without_tokens_are_left_out_and_noted(tmp_path: Path) -> None:
     note = "note: 2 of 8 windows have no tokens and are left out"
 
     def planned(name: str) -> str:
-        words = ("--target", "eplb", "-o", tmp_path / "o.json")
+        words = ("--target", "eplb", "-o", tmp_path / "o.json", "--layer-ids", "0-2")
         return eplb("plan", tmp_path / name, *GROUP, *words).output
 
     assert figures(planned("idle.npz"), "before") == figures(planned("busy.npz"), "before")
     assert note in planned("idle.npz")
     assert "left out" not in planned("busy.npz")
     assert "note: layers 1 have no tokens in any window" in planned("busy.npz")
-    simulated = eplb("simulate", tmp_path / "idle.npz", "--ranks", 4, "--policy", "contiguous")
+    words = ("--ranks", 4, "--policy", "contiguous", "--layer-ids", "0-2")
+    simulated = eplb("simulate", tmp_path / "idle.npz", *words)
     assert note in simulated.output
     assert "note: layers 1 have no tokens in any window" in simulated.output
 
@@ -259,7 +261,7 @@ def test_validate_names_the_builds_that_accept_the_format(
         ),
         (
             ("plan", "DUMP", *GROUP, "--target", "vllm", "--current", "other.json", "-o", "o"),
-            "other.json is a placement of 6 experts",
+            "other.json: the file has 6 experts, expected 8",
         ),
         (("plan", "DUMP", *GROUP, "--target", "vllm", "-o", "/nowhere/o"), "cannot be written"),
         (
@@ -292,6 +294,85 @@ def test_bad_input_is_one_sentence_and_status_2(
     assert done.exit_code == 2, done.output
     assert why in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+COMMANDS = {
+    "plan": ("--ranks", 4, "--target", "eplb", "-o", "o.json"),
+    "convert": ("--to", "counts", "-o", "o.json"),
+    "validate": ("--target", "eplb"),
+    "simulate": ("--ranks", 4, "--policy", "contiguous"),
+    "sweep": ("--ranks", 4, "--policy", "none", "-o", "grid"),
+    "recommend": ("--model", "mixtral-8x7b", "--ranks", 4),
+    "shadow": ("--engine", "vllm", "--ranks", 4),
+}
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize(
+    ("name", "stated", "why"),
+    [
+        ("ids.npy", (), "may be routing ids"),
+        ("counts.json", ("--experts", 16), "has 8 experts, expected 16"),
+        ("counts.json", ("--layer-ids", "5-9"), "expected 5: 5-9"),
+        ("counts.json", ("--format", "csv"), "no row of counts, expected"),
+        ("gap.json", (), "layers 1 have no tokens"),
+    ],
+)
+def test_each_command_refuses_what_it_would_take_for_another_load(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+    stated: tuple[object, ...],
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = COMMANDS[command]
+    if command == "recommend" and stated[:1] != ("--format",):
+        words = (*words, *(("--layer-ids", "0-1") if not stated else ()))
+        if name == "gap.json" or stated[:1] == ("--experts",):
+            pytest.skip("the model that it needs states both")
+        if name == "ids.npy":
+            pytest.skip("the model states its experts, which decides")
+    counts = np.random.default_rng(0).poisson(500, (2, 8))
+    Path("counts.json").write_text(json.dumps(counts.tolist()))
+    Path("gap.json").write_text(json.dumps([counts[0].tolist(), [0] * 8, counts[1].tolist()]))
+    ids = np.random.default_rng(0).random((960, 3, 16)).argsort(axis=2)[:, :, :2]
+    np.save("ids.npy", ids)
+
+    done = eplb(command, name, *words, *stated)
+
+    said = " ".join((done.stderr + done.stdout).split())
+    assert done.exit_code == 2, done.output
+    assert why in said
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_commands_count_routing_ids_of_the_type_that_vllm_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = np.random.default_rng(0).random((960, 3, 16)).argsort(axis=2)[:, :, :2]
+    np.save("r.npy", ids.astype(np.uint8))
+
+    done = eplb(command, "r.npy", *COMMANDS[command])
+
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "taken as routing ids of 16 experts, top-2, format vllm-routing, vLLM" in said
+
+
+def test_plan_writes_into_a_pipe_and_judges_what_it_wrote(dump: Path, tmp_path: Path) -> None:
+    path, plain = tmp_path / "pipe", tmp_path / "plain.json"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    words = ("plan", dump, *GROUP, "--target", "sglang", "-o")
+
+    done = eplb(*words, path)
+    with os.fdopen(reader, "rb") as file:
+        data = file.read()
+    assert eplb(*words, plain).exit_code == done.exit_code == 0, done.output
+    assert data == plain.read_bytes()
 
 
 def test_simulate_replays_a_dump(dump: Path) -> None:

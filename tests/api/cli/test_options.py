@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from api.cli.config import named_settings
 from api.cli.main import app
-from api.operations.printing import listing, time_of
+from api.operations.printing import listing, numbers, time_of
 from api.operations.watching import show_events
 from api.terminal.progress import progress
+from eplb.errors import ConfigError
 from tests.support.documents import commands
 
 COMMANDS = {name.removeprefix("eplb "): command for name, command in commands().items()}
@@ -40,6 +42,17 @@ NO_JSON = {
 
 def options_of(name: str) -> dict[str, Any]:
     return {spelled: one for one in COMMANDS[name].params for spelled in one.opts}
+
+
+@pytest.mark.parametrize("text", ["1_0,2", "1,,2", "0x1", "2.0", ""])
+def test_numbers_that_are_not_decimal_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--ranks is"):
+        numbers("--ranks", text)
+
+
+def test_setting_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"planner\.pay_back_s is given twice, as '3' and '4'"):
+        named_settings(["planner.pay-back-s=3", "planner.pay_back_s=4"])
 
 
 def test_commands_without_json_are_those_without_an_answer() -> None:

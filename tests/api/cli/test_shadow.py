@@ -265,6 +265,17 @@ def test_watching_asks_for_dumps_and_reads_the_last_one(
     assert found["windows"]["used"] == 2
 
 
+def test_engine_behind_a_path_is_asked_under_that_path(
+    engine: tuple[str, dict[str, Any], list[str]],
+) -> None:
+    url, _, asked = engine
+    EngineRecorder(f"{url}/engine7/").start()
+
+    assert asked == ["/engine7/start_expert_distribution_record"]
+    with pytest.raises(ConfigError, match="a query or a fragment"):
+        EngineRecorder(f"{url}/engine7?x=1")
+
+
 def test_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected http://HOST:PORT"):
         EngineRecorder("localhost:30000")

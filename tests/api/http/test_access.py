@@ -401,6 +401,28 @@ def test_audit_that_was_changed_is_found(tmp_path: Path, damage: object, found: 
         audit.verify()
 
 
+@pytest.mark.parametrize("missing", [1, 20], ids=["end of the line", "20 bytes"])
+def test_audit_that_a_crash_cut_keeps_its_tail_aside_and_goes_on(
+    tmp_path: Path, missing: int
+) -> None:
+    audit = audit_of(tmp_path, 4)
+    whole = audit.path.read_bytes()
+    partial = whole[whole.rfind(b"\n", 0, -1) + 1 : -missing]
+    audit.path.write_bytes(whole[:-missing])
+
+    assert [one.number for one in audit.page(None, 9)] == [3, 2, 1]
+    assert [one.number for one in audit.page(3, 9)] == [2, 1]
+    added = audit.append(entry(5))
+
+    (aside,) = tmp_path.glob("audit.jsonl.partial-*")
+    repair = audit.page(None, 2)[1]
+    assert aside.read_bytes() == partial
+    assert (repair.action, repair.number, added.number) == ("audit repaired", 4, 5)
+    assert f"{len(partial)} bytes" in repair.reason
+    assert aside.name in repair.reason
+    assert audit.verify() == added
+
+
 def test_processes_that_append_at_once_make_one_chain(tmp_path: Path) -> None:
     writers = [
         threading.Thread(target=lambda: [Audit(tmp_path).append(entry(n)) for n in range(20)])

@@ -103,7 +103,7 @@ def test_proposal_that_loses_by_the_load_of_now_is_carried_out_once_accepted(
     state = client.get(path).json()["state"]
     accepted = client.post(f"{path}/approve", json=WHY | {"accept_loss": True})
 
-    refusal(refused, ProblemType.LOSES, "by the load of now", "saves -", "costs 0.1 s")
+    refusal(refused, ProblemType.LOSES, "by the load of now", "saves -", "costs 100 ms")
     assert state == "open"
     assert accepted.json()["result"]["published"] is True
 

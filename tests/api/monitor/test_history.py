@@ -9,7 +9,7 @@ import pytest
 
 from api.monitor import KEPT_WINDOWS
 from api.monitor import reader as readers
-from api.monitor.history import MINUTE_S, History
+from api.monitor.history import KEPT_RECENT, MINUTE_S, RECENT_S, History
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
 from api.monitor.state import Grade, WindowScore
@@ -109,6 +109,19 @@ def test_windows_of_more_than_an_hour_ago_are_means_of_a_minute_for_a_day() -> N
     assert {point.measured for point in points} == {1.5}
     history.age(START + 24 * 3600 + 3600 + 10 * MINUTE_S)
     assert history.points(0.0, START + 7200, 2000) == []
+
+
+def test_windows_beyond_the_bound_are_folded_beside_those_of_over_an_hour_ago() -> None:
+    history = History()
+    for index in range(KEPT_RECENT + 1000):  # 0.25 s each: 1,000 of them are over an hour old
+        history.note("a", score(index, START + index * RECENT_S / KEPT_RECENT))
+    for index in range(500):
+        history.note("b", score(index, START + RECENT_S + (index + 0.5) * RECENT_S / KEPT_RECENT))
+    history.age(START + RECENT_S + 1000 * RECENT_S / KEPT_RECENT)
+
+    kept = history.points(START, START + 2 * RECENT_S, 10**7)
+    assert sum(point.windows == 1 for point in kept) == KEPT_RECENT
+    assert sum(point.windows for point in kept) == KEPT_RECENT + 1500
 
 
 def test_roll_up_of_a_minute_of_which_windows_are_known_counts_once() -> None:

@@ -23,6 +23,7 @@ from eplb import LoadSample, ModelShape, Pace, Placement, Topology, build_migrat
 from eplb.decision.pace import PaceChange, StepTimes
 from eplb.errors import StoreError
 from eplb.versions import CONTROLLER, HOST_CACHE, LAUNCHER, SERVICE, Announcement
+from telemetry.state.events import ENGINE_PLANS
 from telemetry.state.joining import HEARTBEAT_S, MISSED_BEATS
 from telemetry.state.live import Control
 from telemetry.state.memory import MemoryBackend
@@ -589,3 +590,18 @@ def test_view_whose_next_look_fails_shows_why_and_looks_again(store: StateStore)
 
     assert "blind" in out.getvalue()
     assert "disk I/O error" in out.getvalue()
+
+
+def test_engine_that_plans_itself_is_shown_until_its_plugin_does_or_a_new_run(
+    store: StateStore,
+) -> None:
+    def reasons(reason: str | None) -> str:
+        if reason is None:
+            a_run(store, "b")
+        else:
+            store.add_event(ENGINE_PLANS, {"run": "a", "rank": 0, "reason": reason})
+        return read(store, now=NOW).state.engine_plans
+
+    told = [reasons(reason) for reason in ("3 plans failed", "", "no store", None)]
+
+    assert told == ["3 plans failed", "", "no store", ""]

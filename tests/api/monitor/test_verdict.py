@@ -127,6 +127,7 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
         ),
         (seen(ranks=(rank(0), rank(1, ahead_s=-118))), Grade.SERVING, "rank 1 is 118 s behind"),
         (seen(uncounted_ranks=(1,)), Grade.DEGRADED, "rank 1: the counters"),
+        (seen(engine_plans="3 plans failed"), Grade.DEGRADED, "own balancer plans.*3 plans fail"),
         (seen(**leaderless()), Grade.DEGRADED, "no leader"),
         (supervised(processes=DOWN), Grade.DEGRADED, "the controller.* exit status 1"),
         (seen(ranks=(rank(0), rank(1, frozen="torn"))), Grade.DEGRADED, "rank 1 .*torn"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 in .venv-vllm")
 
-from vllm.distributed.eplb import eplb_communicator, eplb_state, policy
+from vllm.distributed.eplb import eplb_state, policy, rebalance_execute
 
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.vllm import entry
@@ -19,8 +20,7 @@ from rebalance.engines.vllm.process import PluginProcess
 from tests.support.engines.gauge import value_of
 
 WRAPPED = (
-    (eplb_state, "create_eplb_communicator"),
-    (eplb_communicator, "create_eplb_communicator"),
+    (rebalance_execute, "move_to_buffer"),
     (eplb_state, "_commit_eplb_maps"),
     (eplb_state, "_commit_eplb_maps_for_layer"),
     (eplb_state.EplbState, "add_model"),
@@ -63,6 +63,36 @@ def test_failed_installation_puts_back_what_it_has_wrapped(monkeypatch: pytest.M
     assert policies == policy.EPLB_POLICIES
 
 
+@pytest.mark.parametrize("fails_before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("own_fails", [False, True], ids=["own", "own raises"])
+def test_failure_of_the_plugin_in_a_wrapper_leaves_vllms_own_call(
+    fails_before: bool, own_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def step(state: object, *given: object, **named: object) -> str:
+        calls.append((given, named))
+        if own_fails:
+            raise KeyError("vLLM's")
+        return "vLLM's"
+
+    process = PluginProcess(PluginSettings())
+    monkeypatch.setattr(eplb_state.EplbState, "step", step)
+    monkeypatch.delattr(PluginProcess, "before_step" if fails_before else "after_step")
+    put_back = install(process)
+    state = eplb_state.EplbState.__new__(eplb_state.EplbState)
+    try:
+        if own_fails:
+            with pytest.raises(KeyError, match="vLLM's"):
+                state.step(True)
+        else:
+            assert state.step(True) == "vLLM's"
+    finally:
+        put_back()
+
+    assert len(calls) == 1, "once, whatever failed"
+
+
 def test_second_policy_of_vllm_is_refused(refusal: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(policy.EPLB_POLICIES, "other", policy.EPLB_POLICIES["default"])
 
@@ -78,6 +108,17 @@ def test_second_table_of_policies_is_refused(
 
 
 def test_other_release_is_refused(refusal: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.34.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.30.2")
 
-    assert "vllm is 0.34.0, expected 0.33." in refusal()
+    assert "vllm is 0.30.2, expected 0.31 or newer: 0.31 to 0.33 were tested" in refusal()
+
+
+def test_function_that_another_package_has_replaced_is_refused(
+    refusal: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(self: Any, is_dummy: bool, is_profile: bool, log_stats: bool) -> None:
+        """As vLLM's, of another package."""
+
+    monkeypatch.setattr(eplb_state.EplbState, "step", step)
+
+    assert f"EplbState.step is that of {__file__}, expected vllm's own" in refusal()

@@ -11,7 +11,8 @@ pytest.importorskip("vllm", reason="run `make test-engines`: it has vllm 0.33.0 
 
 from api.deploy.check_engine import check_engine
 from eplb.errors import ConfigError, EplbError
-from rebalance.engines.vllm.options import model_config_of, options_of, remarks
+from rebalance.engines.common.command import command_of, model_config_of
+from rebalance.engines.vllm.options import options_of, remarks
 
 pytestmark = pytest.mark.slow
 GOOD = (
@@ -21,9 +22,14 @@ GOOD = (
 MODEL = {"n_routed_experts": 256}
 
 
+def read(command: str) -> Any:
+    """The options of a command."""
+    return options_of(command_of(command)[1])
+
+
 def refused(command: str, model: dict[str, Any] | None = None) -> dict[str, str]:
     """What was found and expected, by subject, of all that is not as it should be."""
-    found = remarks(options_of(command), MODEL if model is None else model)
+    found = remarks(read(command), MODEL if model is None else model)
     return {one.subject: f"{one.found}; {one.expected}" for one in found if one.expected}
 
 
@@ -36,6 +42,8 @@ def test_command_that_fits_has_no_refusal() -> None:
     ("old", "new", "subject", "sentence"),
     [
         ("--enable-eplb", "", "enable-eplb", "balances nothing"),
+        ("--enable-expert-parallel", "", "enable-expert-parallel", "vLLM refuses --enable-eplb"),
+        ("-dp 32", "", "ranks", "1 expert-parallel rank: vLLM refuses --enable-eplb with it"),
         ("--enable-eplb", "--no-enable-eplb", "enable-eplb", "balances nothing"),
         ("-dp 32", "-dp=5", "slots", "num_redundant_experts 34"),
         ("-dp 32", "-dp 32 --enable_elastic_ep", "enable-elastic-ep", "the plug-in stays off"),
@@ -68,15 +76,13 @@ def test_what_vllm_refuses_is_refused_with_its_words_and_known_names(
     assert old in GOOD
 
     with pytest.raises(ConfigError) as caught:
-        options_of(GOOD.replace(old, new))
+        read(GOOD.replace(old, new))
 
     assert sentence in str(caught.value)
 
 
 def test_dotted_settings_replace_those_of_the_json_as_vllm_reads_them() -> None:
-    options = options_of(
-        f"{GOOD} --eplb-config.num_redundant_experts 64 --eplb-config.use_async False"
-    )
+    options = read(f"{GOOD} --eplb-config.num_redundant_experts 64 --eplb-config.use_async False")
 
     assert options.eplb_config.num_redundant_experts == 64
     assert options.eplb_config.use_async is False
@@ -88,28 +94,14 @@ def test_number_of_experts_is_read_and_a_dense_model_is_refused() -> None:
     assert refused(GOOD, {"text_config": {"num_experts": 128}}) == {}
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("sglang serve --model m", "expected 'vllm serve MODEL ...'"),
-        ("vllm serve 'm", "cannot be read: No closing quotation"),
-    ],
-)
-def test_command_that_cannot_be_read_is_one_sentence(command: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        options_of(command)
-
-    assert sentence in str(caught.value)
-
-
 def test_config_of_the_model_is_read_from_its_folder_or_a_path(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_experts": 8}', encoding="utf-8")
 
-    assert model_config_of(options_of(f"vllm serve {tmp_path}"), None) == {"num_experts": 8}
-    assert model_config_of(options_of("vllm serve m"), tmp_path) == {"num_experts": 8}
-    assert model_config_of(options_of("vllm serve org/model"), None) is None
+    assert model_config_of(read(f"vllm serve {tmp_path}").model, None) == {"num_experts": 8}
+    assert model_config_of(read("vllm serve m").model, tmp_path) == {"num_experts": 8}
+    assert model_config_of(read("vllm serve org/model").model, None) is None
     with pytest.raises(EplbError, match=r"gone\.json does not exist"):
-        model_config_of(options_of("vllm serve m"), tmp_path / "gone.json")
+        model_config_of(read("vllm serve m").model, tmp_path / "gone.json")
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,12 @@ from rebalance.engines.common.messages import SampleOrigin
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.store_process import StoreProcess
+from rebalance.engines.vllm import policy as vllm_policy
+from rebalance.engines.vllm.decisions import ServedMap
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 from telemetry.state.runs import RunInfo
+from tests.support.engines.gauge import value_of
 from tests.support.limits import NEVER_S
 from tests.support.redis_servers import free_port
 
@@ -93,6 +96,58 @@ def test_first_plan_moves_any_number_also_after_the_switches_kept_the_map(policy
     assert torch.equal(kept, first)
     assert torch.equal(moved, moved_at_once)
     assert (moved != first).sum() > PluginSettings().engine.max_moved * moved.numel()
+
+
+def fails(*_: object, **__: object) -> Any:
+    raise ModuleNotFoundError("No module named 'scipy'")
+
+
+def test_failing_planner_leaves_maps_to_vllm_until_a_plan_is_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = made_process()
+    policy, arguments = policy_of(process), (load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
+    monkeypatch.setattr(vllm_policy, "planned", fails)
+    with caplog.at_level("INFO"):
+        kept, kept_again, left, left_again = (
+            policy.rebalance_experts(*arguments) for _ in range(4)
+        )
+    off = value_of("vllm", "policy")
+    monkeypatch.undo()
+    planned = policy.rebalance_experts(*arguments)
+
+    own = DefaultEplbPolicy.rebalance_experts(*arguments)
+    assert torch.equal(kept, first_map())
+    assert torch.equal(kept_again, first_map())
+    assert torch.equal(left, own)
+    assert torch.equal(left_again, own)
+    assert not torch.equal(planned, own)
+    assert (off, value_of("vllm", "policy")) == (0.0, 1.0)
+    failures = [one for one in caplog.records if "scipy" in one.getMessage()]
+    assert [one.exc_info for one in failures] == [None] * 4, "one line each"
+    said = [one for one in caplog.messages if "vLLM's own balancer plans from now on" in one]
+    assert said == ["vLLM's own balancer plans from now on: 3 plans in a row failed"]
+
+
+def test_models_of_one_shape_have_each_the_limit_of_a_later_plan() -> None:
+    process = made_process()
+    policy, maps = policy_of(process), [first_map(), first_map()]
+    for held in maps:
+        state = SimpleNamespace(model=SimpleNamespace(num_logical_experts=EXPERTS))
+        process._served.append(ServedMap(state, held.numpy().copy(), np.zeros(held.shape, int)))
+    moves = []
+    for turn in range(4):
+        for number, served in enumerate(process._served):
+            load = load_of(10 * turn + number)
+            wanted = policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, maps[number])
+            moves.append(int((wanted != maps[number]).sum()))
+            maps[number] = wanted
+            served.held[:] = wanted  # as its commits leave it
+
+    most = PluginSettings().engine.max_moved * LAYERS * SLOTS
+    assert min(moves[:2]) > most, "the first plan of each moves any number"
+    assert max(moves[2:]) <= most
+    assert sum(moves[2:]) > 0
 
 
 def test_load_of_zero_keeps_the_map(policy: Any) -> None:

@@ -76,6 +76,7 @@ TOPOLOGY = Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2)
 SERVING = Placement(np.array([[0, 1, 2, 3]]), num_experts=4)
 PREFILL = [600_000, 200_000, 100_000, 100_000]  # imbalance 1.6
 DECODE = [1_000, 1_000, 4_000, 4_000]  # the other rank: 1.6
+LONG_DECODE = [100_000, 100_000, 400_000, 400_000]  # as many tokens as in prefill
 TURNS: tuple[Phase, ...] = ("prefill", "decode") * 4
 
 
@@ -108,11 +109,19 @@ def test_parts_are_the_complete_windows_of_each_phase() -> None:
 
 def test_difference_of_phases_is_no_noise() -> None:
     apart = noise_under(Problem(in_turns(), TOPOLOGY), SERVING)
-    together = noise_under(Problem(LoadHistory(in_turns().tokens), TOPOLOGY), SERVING)
+    alternating = LoadHistory(np.array([[PREFILL], [LONG_DECODE]] * 4))
+    together = noise_under(Problem(alternating, TOPOLOGY), SERVING)
 
     # Windows of one phase are alike: chance alone, most of it of decode's 10,000 tokens.
     assert apart[0] == pytest.approx(0.0045, abs=0.002)
     assert together[0] > 0.3
+
+
+def test_few_tokens_of_another_load_are_no_noise_of_the_many() -> None:
+    # Of 10,000 tokens after each million: they are part of the next window's block.
+    together = noise_under(Problem(LoadHistory(in_turns().tokens), TOPOLOGY), SERVING)
+
+    assert together[0] < 0.02
 
 
 def test_plan_has_the_imbalance_of_each_phase_before_and_after() -> None:

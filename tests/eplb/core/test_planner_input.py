@@ -53,13 +53,13 @@ def test_layers_without_load_are_even_and_spread_all_the_same() -> None:
     assert first_violation(found.problem, found.target) is None
 
 
-def test_idle_window_counts_as_even_in_the_bound_too() -> None:
+def test_idle_window_weighs_nothing_in_the_bound_too() -> None:
     one_rank_of_two = Topology(np.zeros(2), np.array([1, 1]))
     windows = np.array([[[30, 10]], [[0, 0]]])  # 30 over a mean of 20, and nothing
 
     found = plan(windows, one_rank_of_two)
 
-    assert found.lower_bound.tolist() == found.after_per_layer.tolist() == [1.25]
+    assert found.lower_bound.tolist() == found.after_per_layer.tolist() == [1.5]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,22 @@ def test_gate_counts_what_is_sure_and_not_what_is_promised() -> None:
     assert decide(sure, cost)[0] is Decision.MOVE  # 10 s x 0.5 x 0.4 = 2 s for 1 s
     decision, reason = decide(Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9, sure=0.4), cost)
     assert decision is Decision.KEEP
-    assert "40% of the gain expected to last: saves 0.8 s in 10 s, costs 1 s" in reason
+    of_gain = "40% of the gain expected to last"
+    assert f"{of_gain}: saves 80 ms of each second, 800 ms in 10 s, costs 1 s" in reason
+
+
+def test_reason_of_a_gain_at_any_price_has_finite_figures() -> None:
+    decision, reason = decide(Outlook(1.374, 1.001, 0.0, 134, cost_s=0.21), CostModel(inf))
+
+    assert decision is Decision.MOVE
+    figures = "saves 112 ms of each second that the load lasts, costs 310 ms, for 134 moves"
+    assert reason == f"imbalance 1.374 -> 1.001: {figures}"
+
+
+def test_reason_of_a_long_pay_back_time_has_units_that_people_use() -> None:
+    _, reason = decide(Outlook(1.5, 1.1, 0.0, 4, cost_s=0.9), CostModel(pay_back_s=1e9))
+
+    assert "saves 120 ms of each second, 3.8 years in 31.7 years, costs 1 s" in reason
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,29 @@ def test_visits_take_a_thousandth_of_the_time() -> None:
             spent += now - begin
     assert check.num_rounds > 10
     assert spent / now <= 0.001
+
+
+def test_slow_first_look_does_not_keep_the_next_away() -> None:
+    ranks = ranks_with(18, rows=1)
+    other = (digests_of(ranks[1].view), "")
+    looks = 0
+
+    def layer(row: int) -> Any:
+        nonlocal looks
+        looks += 1
+        ends = time.monotonic() + (0.1 if looks == 2 else 0.0)  # the first was the digests
+        while time.monotonic() < ends:  # a kernel is compiled
+            pass
+        return ranks[0].layer(row)
+
+    view = EngineView(range(1), layer, lambda row: ranks[0].maps[row], 0, RANKS)
+    check = RankCheck("vllm", lambda own: [own, other], lambda *_: None)
+    check.begin(lambda: view)
+    begin = time.monotonic()
+    while check.num_checked < 1 and time.monotonic() < begin + 20:
+        check.visit(is_idle=True)
+
+    assert check.num_checked == 1
 
 
 def test_rank_that_cannot_begin_switches_the_check_off_on_all() -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,40 @@ def test_log_of_a_plugin_has_a_prefix_in_a_process_that_configures_none(tmp_path
 
     assert ended.returncode == 0, ended.stderr
     assert re.match(r"EPLB ERROR .* the EPLB plug-in is not loaded: unknown key", ended.stderr)
+
+
+def packages_without(name: str, folder: Path) -> Path:
+    """A folder with the packages of this environment but one."""
+    folder.mkdir()
+    for file in Path(sysconfig.get_path("purelib")).iterdir():
+        if file.name.partition("-")[0] != name and file.suffix != ".pth":
+            (folder / file.name).symlink_to(file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("library", "store"),
+    [
+        ("scipy", "sqlite:store"),
+        ("numba", "sqlite:store"),
+        ("zstandard", "sqlite:store"),
+        ("redis", "redis://10.0.0.7"),
+    ],
+)
+def test_plugin_without_a_library_is_refused_when_it_is_loaded(
+    library: str, store: str, tmp_path: Path
+) -> None:
+    environ = os.environ | named(f"[deployment]\nname='d'\nstore='{store}'", tmp_path)
+    environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{packages_without(library, tmp_path / 'packages')}"
+    ended = subprocess.run(
+        [sys.executable, "-S", "-c", LOADS], env=environ, cwd=ROOT, capture_output=True, text=True
+    )
+
+    (line,) = [one for one in ended.stderr.splitlines() if one.startswith("EPLB")]
+    assert line.endswith(
+        f"the EPLB plug-in is not loaded: {library}: not installed here, expected: "
+        f"pip install {library}"
+    )
 
 
 def test_process_without_a_deployment_logs_nothing() -> None:

@@ -19,6 +19,7 @@ from rebalance.engines.common.fsck.rank_check import RankCheck
 from rebalance.engines.common.fsck.report import FAULT, REPAIRED
 from rebalance.engines.common.plugin_settings import PluginSettings
 from rebalance.engines.common.records import Kept, capture
+from rebalance.weights.expert_records import write
 from tests.support.limits import NEVER_S
 
 ROWS, SLOTS, EXPERTS = (3, 5), 6, 4
@@ -112,7 +113,7 @@ def test_offered_record_is_given_back_with_every_tensor(model: Model, kept: Kept
         tensor[2] = 0
 
     assert not kept.is_right(1, 2, [tensor[2] for tensor in model.moved(5)])
-    assert kept.restore(1, 2, [tensor[2] for tensor in model.moved(5)])
+    write(kept.bring(1, 2), [tensor[2] for tensor in model.moved(5)])
     assert all(torch.equal(*both) for both in zip(model.moved(5), expected, strict=True))
 
 

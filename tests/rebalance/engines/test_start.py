@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from eplb.errors import ConfigError, RankError
+from rebalance.engines.common import start
 from rebalance.engines.common.start import PREFIX, EngineGroup, Joined, group_of, join
 from tests.support.limits import NEVER_S
 
@@ -53,6 +55,28 @@ def test_missing_rank_is_named_on_all_others() -> None:
     for rank in (0, 2):
         with pytest.raises(RankError, match=rf"^rank {rank}: ranks \[1\] of 3"):
             join("vllm", store, "ep", rank, 3, group=EngineGroup(), facts="v1", deadline_s=0.001)
+
+
+def test_rank_that_waits_says_for_whom_and_goes_on_once_they_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start, "PATIENCE_S", 0.01)
+    store = dist.HashStore()
+    store.set(f"{PREFIX}/ep/2", "v1")
+
+    def run(rank: int) -> Joined:
+        group, facts = EngineGroup(), "v1"
+        return join("vllm", store, "ep", rank, 3, group=group, facts=facts, deadline_s=NEVER_S)
+
+    with ThreadPoolExecutor(2) as pool, caplog.at_level("WARNING"):
+        first = pool.submit(run, 0)
+        while not caplog.messages:
+            time.sleep(0.01)
+        second = pool.submit(run, 1)
+
+        assert first.result() == second.result()
+    waits = "rank 0 of 3 has loaded its weights and waits for rank 1, at most"
+    assert [waits in text for text in caplog.messages] == [True]
 
 
 def test_rank_with_other_facts_is_named_on_all() -> None:

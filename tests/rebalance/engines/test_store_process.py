@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from eplb import ModelShape, Topology
+from api.monitor.monitor import Monitor
+from eplb import ModelShape, Placement, Topology
 from eplb.errors import PlacementError, StoreError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.engines.common.fsck.report import PARTS, report_of
+from rebalance.engines.common.fsck.report import BEGUN, FAULT, PARTS, ROUND, report_of
 from rebalance.engines.common.messages import (
     UNREAD,
     MapChange,
@@ -30,9 +32,15 @@ from rebalance.engines.common.messages import (
     PlanQuestion,
     SampleOrigin,
 )
+from rebalance.engines.common.plugin_settings import EngineSettings
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.store_link import StoreLink
-from rebalance.engines.common.store_process import MOST_WAITING, StoreProcess
+from rebalance.engines.common.store_process import (
+    MOST_SENT,
+    MOST_WAITING,
+    StoreProcess,
+    why_engine_plans,
+)
 from rebalance.engines.common.tap import Counted
 from telemetry import open_store
 from telemetry.state.runs import RunInfo
@@ -50,6 +58,14 @@ INFO = RunInfo(
     topology_to_dict(Topology.uniform(1, 2, 2)),
     8,
 )
+
+
+MOVE = {"decision": "MOVE", "imbalance_before": 1.4, "imbalance_after": 1.0, "moves": 3} | {
+    "reason": "it pays"
+}
+KEEP = {"decision": "KEEP", "imbalance_before": 1.4, "imbalance_after": 1.4, "moves": 0} | {
+    "reason": "it pays nothing"
+}
 
 
 @pytest.fixture
@@ -198,6 +214,154 @@ def test_process_that_is_killed_is_started_again_and_gets_the_latest_map(
         assert steps_of(store) == [5]
 
 
+def test_process_killed_while_samples_flow_loses_none(url: str, process: StoreProcess) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        victim = process.pid
+        assert victim is not None
+        for step in range(160):
+            if step in (40, 80, 120):
+                victim = process.pid
+                assert victim is not None
+                os.kill(victim, signal.SIGSTOP)  # what follows stays in its pipe
+            process.add(counted(step))
+            if step in (60, 100, 140):
+                until(lambda: not process._waiting)
+                os.kill(victim, signal.SIGKILL)
+                until(lambda before=victim: process.pid != before)
+        assert process.close(NEVER_S)
+        samples = [sample for _, sample in store.samples(INFO.run)]
+
+    expected = sum(int(counted(step).tokens.sum()) for step in range(160))
+    assert sum(int(sample.tokens.sum()) for sample in samples) == expected
+    assert process.num_dropped == 0
+
+
+def test_event_of_a_rank_survives_the_process_that_had_it(url: str, process: StoreProcess) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        victim = process.pid
+        assert victim is not None
+        os.kill(victim, signal.SIGSTOP)
+        process.note("placement_fault", {"text": "planted"})
+        until(lambda: not process._waiting)
+        os.kill(victim, signal.SIGKILL)
+
+        until(lambda: list(store.events_backwards(("placement_fault",))))
+
+
+def test_no_more_is_sent_than_the_process_can_keep_without_a_store(tmp_path: Path) -> None:
+    port = free_port()
+    origin = SampleOrigin(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO)
+    process = StoreProcess("vllm", origin)
+    for step in range(2 * MOST_SENT):
+        process.add(counted(step))
+    until(lambda: len(process._sent) == MOST_SENT)
+    server = RedisProcess(tmp_path / "redis", {"port": str(port)})
+    until(lambda: not process._waiting)
+    ended = process.close(NEVER_S)
+    with closing(open_store(origin.store, DEPLOYMENT)) as store:
+        steps = steps_of(store)
+    server.kill()
+
+    assert ended
+    assert steps == list(range(2 * MOST_SENT))
+
+
+def test_plan_of_an_engine_is_recorded_as_a_plan_of_a_controller(
+    url: str, process: StoreProcess
+) -> None:
+    process.send(change(7))
+    process.send(MoveOutcome(PlanQuestion("interval"), MOVE, is_begun=True))
+    moved = replace(change(8), held=np.roll(HELD, 1, axis=1).astype(np.int32), reason="it pays")
+    process.send(replace(moved, question=PlanQuestion("interval"), figures=MOVE))
+    process.send(MoveOutcome(PlanQuestion("interval"), KEEP))
+
+    assert process.close(NEVER_S)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        seen = Monitor(store).reading()
+    (moving,) = seen.rebalances
+    (mark,) = seen.marks
+    assert [one.decision for one in seen.state.decisions] == ["MOVE", "KEEP"]
+    assert (moving.outcome, moving.moves, moving.trigger) == ("committed", 3, "interval")
+    assert (moving.imbalance_before, moving.imbalance_after) == (1.4, 1.0)
+    assert (moving.generation, moving.target_generation, moving.reason) == (7, 8, "it pays")
+    assert (mark.generation, mark.plan_id) == (8, moving.plan_id)
+
+
+def test_plan_that_never_served_is_aborted_and_its_task_fails(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"dry_run": False})
+        until(lambda: process.questions)
+        question = process.questions.popleft()
+        process.send(MoveOutcome(question, MOVE, is_begun=True))
+        process.send(MoveOutcome(question, error="it never served"))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "failed")
+        (moving,) = Monitor(store).reading().rebalances
+
+    assert (moving.outcome, moving.end_reason) == ("aborted", "it never served")
+
+
+def test_map_that_the_store_refuses_is_told_and_its_task_fails(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        store.commit(Placement(HELD.astype(np.int32), 3, 9), expected=None, reason="another start")
+        task = store.submit("rebalance", {"dry_run": False})
+        until(lambda: process.questions)
+        question = process.questions.popleft()
+        moved = replace(change(8), held=np.roll(HELD, 1, axis=1).astype(np.int32))
+        process.send(replace(moved, question=question, figures=MOVE))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "failed")
+        ended = store.task(task.id)
+        (event,) = store.events_backwards(("error",))
+
+    assert ended is not None
+    refusal = "the map that serves cannot be written: found generation 8 to commit, expected more"
+    assert ended.result.error.startswith(refusal)
+    assert str(event.detail["message"]).startswith(refusal)
+
+
+def test_engine_plans_without_a_store_unless_a_person_has_paused(tmp_path: Path) -> None:
+    port = free_port()
+    server = RedisProcess(tmp_path / "redis", {"port": str(port)})
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, f"redis://127.0.0.1:{port}", 0, INFO))
+    until(lambda: not made.why_kept)
+    settings = EngineSettings(store_deadline_s=1e-6)
+    with_a_store = why_engine_plans(made, 0, settings, is_so=True)
+    server.kill()
+    until(lambda: made.why_kept == UNREAD)
+    without = why_engine_plans(made, 0, settings, is_so=False)
+    soon = why_engine_plans(made, 0, EngineSettings(), is_so=False)
+    still = why_engine_plans(made, 0, EngineSettings(), is_so=True)
+    server.start()
+    with closing(open_store(f"redis://127.0.0.1:{port}", DEPLOYMENT)) as store:
+        until(lambda: not made.why_kept)
+        store.set_control(replace(store.control(), movement=False), reason="test")
+        until(lambda: made.why_kept)
+    server.kill()
+    until(lambda: made.why_kept == UNREAD)
+    paused = why_engine_plans(made, 9, settings, is_so=True)
+    made.close(NEVER_S)
+
+    assert (with_a_store, soon, paused) == ("", "", "")
+    assert "the deployment's store has not answered for" in without
+    assert still
+
+
+def test_engine_plans_after_some_failures_until_a_plan_is_made() -> None:
+    settings = EngineSettings(failed_plans=3)
+    before = [why_engine_plans(None, failed, settings, is_so=False) for failed in (0, 2, 3)]
+    after = [why_engine_plans(None, failed, settings, is_so=True) for failed in (1, 0)]
+
+    assert before == ["", "", "3 plans in a row failed"]
+    assert after == ["1 plan in a row failed", ""]
+
+
 def test_second_engine_with_one_file_leaves_the_run_until_the_first_ends(
     url: str, process: StoreProcess
 ) -> None:
@@ -230,6 +394,23 @@ def test_engine_that_shares_a_name_is_refused_with_the_way_out(url: str) -> None
             refused._begins(store)
     for one in (refused, link):
         one.close()
+
+
+def test_second_engine_is_warned_about_once_while_the_first_runs(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = SampleOrigin(DEPLOYMENT, url, 0, INFO)
+    link = StoreLink(identity, lambda reply: None)
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+    second = replace(identity, info=replace(INFO, run="vllm-2"))
+    refused = StoreLink(second, lambda reply: None)
+    until(lambda: refused._num_failures >= 4)
+    for one in (refused, link):
+        one.close()
+
+    (warning,) = [one for one in caplog.messages if "the store cannot be used" in one]
+    assert "expected no other engine" in warning
 
 
 @pytest.fixture
@@ -335,19 +516,60 @@ def test_nothing_may_move_while_the_switches_cannot_be_read(tmp_path: Path) -> N
     assert {at_the_start, without_a_store, after_its_loss} == {UNREAD}
 
 
+def test_untested_release_moves_nothing_until_all_ranks_have_checked(url: str) -> None:
+    untried = "vllm 9.9 is newer than what was tested"
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO, untried=untried))
+
+    def checked(rank: int, kind: str, detail: dict[str, Any]) -> None:
+        store.add_event(kind, {"run": INFO.run, "rank": rank} | detail)
+
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: "rank 0 does not check its slots: it has not begun" in made.why_kept)
+        checked(0, BEGUN, {"reason": ""})
+        until(lambda: "rank 0 has not looked at all its slots" in made.why_kept)
+        checked(0, ROUND, {"rounds": 1})
+        until(lambda: "rank 1 does not check its slots" in made.why_kept)
+        checked(1, BEGUN, {"reason": ""})
+        checked(1, FAULT, {"kind": "replicas", "row": 0, "slot": 3, "text": "planted"})
+        checked(1, ROUND, {"rounds": 1})
+        until(
+            lambda: (
+                made.why_kept
+                == f"{untried}: the placement check has found a fault: rank 1: planted"
+            )
+        )
+        assert made.close(NEVER_S)
+
+
+def test_untested_release_moves_experts_once_its_ranks_have_checked(url: str) -> None:
+    made = StoreProcess("vllm", SampleOrigin(DEPLOYMENT, url, 0, INFO, untried="vllm 9.9 is newer"))
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(lambda: "vllm 9.9 is newer" in made.why_kept)
+        for rank in (0, 1):
+            about = {"run": INFO.run, "rank": rank}
+            store.add_event(BEGUN, about | {"reason": ""})
+            store.add_event(ROUND, about | {"rounds": 1})
+        until(lambda: not made.why_kept)
+        store.set_control(replace(store.control(), observe=True), reason="test")
+        until(lambda: made.why_kept == "the deployment is only observed")
+        assert made.close(NEVER_S)
+
+
 def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: StoreProcess) -> None:
     with closing(open_store(url, DEPLOYMENT)) as store:
         until(store.current_run)
         task = store.submit("rebalance", {"dry_run": True})
         until(lambda: process.questions)
         question = process.questions.popleft()
-        process.send(MoveOutcome(question, {"num_moves": 3}))
+        process.send(MoveOutcome(question, KEEP))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         done = store.task(task.id)
         assert done is not None
         assert (question.task_id, question.is_dry) == (task.id, True)
-        assert done.result.detail == {"num_moves": 3, "dry_run": True}
+        figures = {"decision": "KEEP", "before": 1.4, "after": 1.4, "num_moves": 0}
+        assert done.result.detail == figures | {"reason": "it pays nothing", "dry_run": True}
+        assert not list(store.events_backwards(("plan",))), "a dry run decides nothing"
 
 
 def test_task_that_an_engine_cannot_do_fails_with_the_reason(
@@ -379,7 +601,7 @@ class Planner:
         if self._shift < 0:
             raise PlacementError("planted")
         record = np.roll(self._held, self._shift, axis=1).tobytes() if self._shift else b""
-        return record, {"num_moves": 3 * bool(record)}
+        return record, MOVE if record else KEEP
 
 
 @pytest.fixture
@@ -421,12 +643,16 @@ def test_task_is_planned_for_and_ends_with_the_map_of_its_plan(
         task = store.submit("rebalance", {"dry_run": False})
         until(lambda: process.ready)
         assert process.ready is not None
-        process.send(replace(change(7), question=process.ready.question))
+        process.send(replace(change(7), question=process.ready.question, figures=MOVE))
         until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
 
         committed = store.committed()
         assert committed is not None
         assert committed.placement.generation == 7
+        offer = next(store.events_backwards(("publish",))).detail
+        ended = store.task(task.id)
+        assert ended is not None
+        assert committed.plan_id == offer["plan_id"] == ended.result.plan_id
     assert not process.questions, "the rank is asked nothing"
 
 
@@ -457,11 +683,31 @@ def test_plan_that_a_switch_keeps_is_recorded(
         until(lambda: process.why_kept)
         process.ask(PlanQuestion("interval"))
         process.add_window(counted(0), np.zeros_like(HELD))
-        until(lambda: list(store.events_backwards(("engine_plan_kept",))))
-        (event,) = store.events_backwards(("engine_plan_kept",))
+        until(lambda: list(store.events_backwards(("plan",))))
+        (event,) = store.events_backwards(("plan",))
+        published = list(store.events_backwards(("publish",)))
 
-    kept = "the deployment is only observed"
-    assert event.detail == {"num_moves": 3, "dry_run": False, "kept": kept}
+    assert (event.detail["decision"], event.detail["moves"]) == ("MOVE", 3)
+    assert event.detail["reason"] == "it pays (not moved: the deployment is only observed)"
+    assert not published
+
+
+@pytest.mark.parametrize(("shift", "figures"), [(0, KEEP), (1, MOVE)])
+def test_each_decision_of_the_planner_is_logged(
+    shift: int, figures: dict[str, Any], url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    planner = f"{Planner.__module__}:{Planner.__name__}"
+    identity = SampleOrigin(DEPLOYMENT, url, 0, INFO, planner=planner, terms={"shift": shift})
+    with caplog.at_level(logging.INFO):
+        link = StoreLink(identity, lambda reply: None)
+        link.take(PassWindow(np.ones_like(HELD), HELD, np.zeros_like(HELD)))
+        link.take(PlanQuestion("interval"))
+        until(lambda: [one for one in caplog.messages if one.startswith("decision=")])
+        link.close()
+
+    (line,) = [one for one in caplog.messages if one.startswith("decision=")]
+    words = "decision={decision} reason={reason!r} moved={moves} seconds=".format(**figures)
+    assert line.startswith(words)
 
 
 def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
@@ -469,10 +715,13 @@ def test_planner_that_cannot_be_loaded_is_reported(url: str) -> None:
     process = StoreProcess("sglang", identity)
     process.ask(PlanQuestion("interval"))
     with closing(open_store(url, DEPLOYMENT)) as store:
-        until(lambda: list(store.events_backwards(("engine_plan_failed",))))
-        (event,) = store.events_backwards(("engine_plan_failed",))
+        until(lambda: process.num_failed_plans == 1)
+        process.ask(PlanQuestion("interval"))
+        until(lambda: process.num_failed_plans == 2)
         assert process.close(NEVER_S)
-    assert "Nothing" in str(event.detail["error"])
+        (event,) = store.events_backwards(("error",))  # of two failures with the same words
+    assert event.detail["where"] == "plan"
+    assert "Nothing" in str(event.detail["message"])
 
 
 def test_killed_planner_is_asked_again_with_the_next_window(

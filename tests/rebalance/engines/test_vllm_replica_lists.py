@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from rebalance.engines.vllm.decisions import (
     ENTRIES,
-    Decisions,
     MapDecision,
+    ServedMap,
     chosen_entries,
+    next_served,
     repetitions,
 )
 
@@ -45,7 +46,7 @@ def list_of(slots: list[int], times: list[int]) -> list[int]:
 
 def decided(held: NDArray[np.int64], repeats: NDArray[np.int64]) -> MapDecision:
     """A decision that changes nothing but the lists."""
-    return MapDecision(held, held, repeats, int(held.max()) + 1)
+    return MapDecision(held, repeats, int(held.max()) + 1)
 
 
 def drawn_layers(seed: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -132,12 +133,22 @@ def test_consecutive_rows_visit_every_entry_of_a_list_once() -> None:
 def test_decision_is_found_by_the_row_that_it_asked_for_alone() -> None:
     held = np.stack([HELD, HELD[::-1]])
     share = np.array([[0.4, 0.6, 0.3, 0.5, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.5, 0.3, 0.6, 0.4]])
-    decision = MapDecision(held[::-1].copy(), held, repetitions(held, share, 64), 3)
-    decisions = Decisions()
-    decisions.add(decision)
+    decision = MapDecision(held, repetitions(held, share, 64), 3)
+    served = ServedMap(None, held[::-1].copy(), np.zeros_like(held), decision)
 
-    assert decisions.of_layer(HELD, 0, 2, 3) is decision
-    assert decisions.of_layer(HELD, 1, 2, 3) is None
-    assert decisions.of_map(held, 3) is decision
-    assert not decisions.keeps_layer(HELD, 0, 2, 3)
+    assert served.decision_of_layer(HELD, 0) is decision
+    assert served.decision_of_layer(HELD, 1) is None
+    assert served.decision_of(held) is decision
     assert np.abs(decision.shares() - share).max() < 1 / 64
+
+
+def test_models_with_equal_maps_are_asked_for_in_turn() -> None:
+    maps = [np.array([HELD]), np.array([HELD]), np.array([HELD[::-1]])]
+    draft, target, other = (ServedMap(None, held, np.zeros_like(held)) for held in maps)
+    every = [draft, target, other]
+
+    assert next_served(every, maps[0], None) is draft
+    assert next_served(every, maps[0], draft) is target
+    assert next_served(every, maps[0], target) is draft
+    assert next_served(every, maps[2], draft) is other, "the map alone tells"
+    assert next_served(every, maps[0] + 1, draft) is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +18,18 @@ from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import place_of_records
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.engine_records import EngineRecords, EngineRecordsClient
+from rebalance.weights.disk.offered_records import OfferedRecords
 from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.link.secret import Secret
 from runtime.memory import PAGE_BYTES, SharedArena, digest
 from tests.support.limits import NEVER_S
+from tests.support.processes import ForkedProcess
 
 ORIGIN = RecordOrigin("kinds", "model", num_layers=2, num_experts=3, record_bytes=PAGE_BYTES)
 RECORDS = [(layer, expert) for layer in range(2) for expert in range(3)]
 SECRET = Secret(b"0123456789abcdef", is_given=True)
+POOL = 16  # threads of torch's pool
 PLACE = place_of_records(f"test-{os.getpid()}", SECRET)
 
 
@@ -40,9 +44,12 @@ def digest_table() -> torch.Tensor:
 
 
 def offered(
-    client: EngineRecordsClient, records: list[Record], found: Digest | None = None
+    client: EngineRecordsClient,
+    records: list[Record],
+    found: Digest | None = None,
+    num_unused: int = 0,
 ) -> list[str]:
-    arena = SharedArena("offer", len(records) * PAGE_BYTES)
+    arena = SharedArena("offer", (len(records) + num_unused) * PAGE_BYTES)
     for number, record in enumerate(records):
         arena.bytes[number * PAGE_BYTES :][:PAGE_BYTES] = record_of(record)
     named = [(record, found or digest(record_of(record))) for record in records]
@@ -204,3 +211,82 @@ def test_other_origin_replaces_one_that_no_rank_uses(library: EngineRecords) -> 
 
     with closing(attached(other)) as client:
         assert client.lacks(RECORDS, deadline_s=NEVER_S) == RECORDS
+
+
+def test_last_batch_of_offers_may_leave_a_part_of_the_arena_unused(library: EngineRecords) -> None:
+    with closing(attached()) as client:
+        assert offered(client, RECORDS[:2], num_unused=3) == ["memory"] * 2
+        assert torch.equal(reader(client).bring(0, 1), record_of((0, 1)))
+
+
+def test_error_of_the_host_cache_is_what_the_rank_is_told(library: EngineRecords) -> None:
+    def fails(*_: object) -> list[str]:
+        raise RuntimeError("planted")
+
+    with closing(attached()) as client:
+        assert library.server is not None
+        library.server.keep = fails  # type: ignore[method-assign]
+        with pytest.raises(MigrationError, match="RuntimeError: planted"):
+            offered(client, RECORDS)
+        assert client.lacks(RECORDS, deadline_s=NEVER_S) == RECORDS
+
+
+@pytest.mark.parametrize("settings", [True], indirect=True)
+def test_records_are_kept_in_a_forked_process_without_threads_of_torch(
+    settings: HostCacheSettings,
+) -> None:
+    """As vLLM's worker is forked: after a fork two threads that remake torch's pool may find none.
+
+    A thread that uses the pool shows itself: the pool's own threads begin with its first use.
+    """
+    torch.set_num_threads(POOL)
+    torch.zeros(2**20).add_(1)  # the pool of the parent
+
+    def keep(pipe: object) -> None:
+        with closing(EngineRecords(PLACE, settings)), closing(attached()) as client:
+            places = offered(client, RECORDS)
+            kept, brought = reader(client), list[bool]()
+
+            def bring() -> None:  # as a repair does, on a thread of its own
+                found = [(one, kept.bring(*one).numpy()) for one in RECORDS]
+                brought.extend((data == record_of(one).numpy()).all() for one, data in found)
+
+            repair = threading.Thread(target=bring)
+            repair.start()
+            repair.join()
+            others = len(list(Path("/proc/self/task").iterdir())) - threading.active_count()
+            # One that ends just now is in one of the two numbers alone.
+            is_without = others < POOL // 2
+            pipe.send((places, all(brought), is_without))  # type: ignore[attr-defined]
+
+    process = ForkedProcess(keep)
+    assert process.receive() == (["memory"] * 6, True, True)
+    process.ends()
+    torch.set_num_threads(1)
+
+
+def test_proven_record_is_used_where_the_host_cache_ends_before_its_release(
+    tmp_path: Path,
+) -> None:
+    library = EngineRecords(PLACE, HostCacheSettings(record_folder=tmp_path))
+
+    class Ending(EngineRecordsClient):
+        def release(self, records: Collection[Record] | None = None) -> None:
+            library.close()
+            super().release(records)
+
+    with closing(Ending(PLACE, ORIGIN, deadline_s=NEVER_S)) as client:
+        offered(client, RECORDS)
+        assert torch.equal(reader(client).bring(1, 1), record_of((1, 1)))
+
+
+def test_host_that_reads_the_file_of_another_leaves_it_to_that_host(tmp_path: Path) -> None:
+    reads, writes = OfferedRecords(ORIGIN, tmp_path), OfferedRecords(ORIGIN, tmp_path)
+    for _ in range(3):
+        writes.close()
+        assert reads.digest_of(RECORDS[0]) is None  # it opens what others have made meanwhile
+        writes = OfferedRecords(ORIGIN, tmp_path)
+
+    assert len(list(tmp_path.iterdir())) == 2
+    for host in (reads, writes):
+        host.close()

@@ -356,3 +356,13 @@ def check(cache: HostCache, loading: list[CacheEntry]) -> None:
         assert entry in table.entries.values()
     for holder in range(4):
         assert table.num_leases[holder] == sum(holder in entry.holders for entry in known)
+
+
+def test_holder_that_has_released_everything_is_forgotten() -> None:
+    cache = HostCache(2)
+    for holder in range(1, 1001):
+        asked_and_loaded(cache, holder, (0, 1))
+        cache.release(holder, [(0, 1)])
+
+    assert cache.table.holders() == set()
+    assert len(cache.table.num_leases) == 0

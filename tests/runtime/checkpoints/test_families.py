@@ -255,5 +255,5 @@ def test_zero_computation_experts_have_ids_after_the_routed_ones(tmp_path: Path)
     checkpoint = Checkpoint(library_models.save(case, model, tmp_path / "model"))
 
     assert checkpoint.router(0)["weight"].shape == (NUM_EXPERTS + 4, HIDDEN)
-    assert checkpoint.config.num_zero == 4
+    assert checkpoint.config.figures.num_zero == 4
     assert checkpoint.model_shape().num_experts == NUM_EXPERTS  # they take no slot and no bytes

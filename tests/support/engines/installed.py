@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from tests.support.engines.which import NAME
 
-if find_spec("vllm") is not None:
+if NAME == "vllm":
     from tests.support.engines import vllm_ranks as engine
 else:
     from tests.support.engines import sglang_ranks as engine  # type: ignore[no-redef]

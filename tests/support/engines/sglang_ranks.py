@@ -7,7 +7,6 @@ model (a class with expert weights), its description, and calls of a device modu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +36,9 @@ from sglang.srt.eplb.expert_location_updater import ExpertLocationUpdater
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.utils.common import LazyValue
 
-from rebalance.engines.common import guards
 from rebalance.engines.sglang import hooks, rounds
-from rebalance.engines.sglang.entry import ASSUMED
 from tests.support.engines.ranks import (
     EACH,
     INTERVAL,
@@ -72,11 +70,6 @@ WITH_TASKS_ALONE = {"eplb_rebalance_num_iterations": 10**6}  # no interval ends 
 torch.set_num_threads(1)
 
 
-def refusals() -> Iterator[str]:
-    """What of the plug-in's assumptions does not hold here."""
-    return guards.refusals(ASSUMED)
-
-
 class Model(torch.nn.Module):
     """Layers of one rank, and what of them the engine moves; ``forgets``: not their scales."""
 
@@ -84,10 +77,13 @@ class Model(torch.nn.Module):
         super().__init__()
         own = held[:, rank * EACH : (rank + 1) * EACH].tolist()
         self.layers = torch.nn.ModuleList(Experts(layer, own[layer]) for layer in MOE)
-        self.routed_experts_weights_of_layer = {
-            layer: [one.weight.data] if forgets else [one.weight.data, one.scale]
-            for layer, one in zip(MOE, self.layers, strict=True)
-        }
+        # As in the engine's Qwen3MoeForCausalLM; its DeepSeek models have a dict.
+        self.routed_experts_weights_of_layer = LazyValue(
+            lambda: {
+                layer: [one.weight.data] if forgets else [one.weight.data, one.scale]
+                for layer, one in zip(MOE, self.layers, strict=True)
+            }
+        )
 
 
 class Rank(EngineRank):
@@ -122,7 +118,7 @@ class Rank(EngineRank):
 
     @property
     def layers(self) -> dict[int, list[torch.Tensor]]:
-        return self.model.routed_experts_weights_of_layer
+        return dict(self.model.routed_experts_weights_of_layer.items())
 
     @property
     def is_on(self) -> bool:

@@ -24,12 +24,9 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
-from rebalance.engines.vllm import mover as mover
-from rebalance.engines.vllm import on_cpu
-from rebalance.engines.vllm.entry import ASSUMED as ASSUMED
-from rebalance.engines.vllm.entry import refusals as refusals
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
+from tests.support.engines import vllm_cpu
 from tests.support.engines.ranks import (
     INTERVAL,
     NUM_EXPERTS,
@@ -50,6 +47,8 @@ ROWS, TOP_K = 256, 2  # of one pass on one rank
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "sync": ({}, 100),
     "async": ({"is_async": True}, 100),
+    "sync nccl": ({"communicator": "torch_nccl"}, 100),  # over gloo: a device's group is a host's
+    "async nccl": ({"is_async": True, "communicator": "torch_nccl"}, 100),
 }
 WITH_TASKS_ALONE: dict[str, Any] = {}  # vLLM plans at its intervals alone
 
@@ -71,8 +70,8 @@ class Rank(EngineRank):
 
     @property
     def mover(self) -> Any:
-        """The communicator of the target model."""
-        return self.model_state.communicator
+        """The check of what vLLM moves of the target model."""
+        return self.plugin.check_of(self.model_state.communicator)
 
     @property
     def held(self) -> np.ndarray:
@@ -100,8 +99,8 @@ class Rank(EngineRank):
         return "" if self.plugin is None else self.plugin.refused
 
     def result(self) -> dict[str, Any]:
-        names = ("checked", "wrong", "repeated")
-        return super().result() | {name: getattr(self.mover, f"num_{name}") for name in names}
+        names = ("checked", "wrong", "unchecked")
+        return super().result() | {name: getattr(self.mover, f"num_{name}", 0) for name in names}
 
     def forward(self, popularity: np.ndarray) -> None:
         self.route(popularity)
@@ -179,7 +178,9 @@ def make_rank(
     interval: int = INTERVAL,
     prepare: Callable[[list[Layer]], None] | None = None,
     has_draft: bool = False,
+    draft_layers: int = 1,
     stages: int = 1,
+    communicator: str = "torch_gloo",
 ) -> Rank:
     """Install the plug-in, if a file is given, and add a model to a real ``EplbState``.
 
@@ -191,14 +192,16 @@ def make_rank(
         interval: steps from one rebalance to the next.
         prepare: changes the layers of this rank after they were loaded.
         has_draft: whether a draft model with experts is added before, as vLLM does.
+        draft_layers: of it.
         stages: of a pipeline, each with layers of its own.
+        communicator: that of vLLM, by its name.
     """
     torch.set_num_threads(1)
     if stages > 1:
         group, balancing = groups_of_stages(rank, stages)
     else:
-        group, balancing = (on_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
-    on_cpu.install(group, balancing)
+        group, balancing = (vllm_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
+    vllm_cpu.install(group, balancing)
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
@@ -211,19 +214,21 @@ def make_rank(
     if config is not None:
         process = PluginProcess(settings_in(config))
         install(process)
-    state = on_cpu.state_of(interval=interval, is_async=is_async)
+    state = vllm_cpu.state_of(interval=interval, is_async=is_async)
     state.parallel_config.pipeline_parallel_size = stages
+    state.parallel_config.eplb_config.communicator = communicator
     model = model_of(layers, group.world_size)
     if has_draft:
-        draft = model_of([Layer(NUM_LAYERS, own, forgets)], group.world_size)
-        state.add_model(draft, on_cpu.configuration("draft"), model_name="contract (draft)")
-    state.add_model(model, on_cpu.configuration("generate"))
+        numbers = range(NUM_LAYERS, NUM_LAYERS + draft_layers)
+        draft = model_of([Layer(one, own, forgets) for one in numbers], group.world_size)
+        state.add_model(draft, vllm_cpu.configuration("draft"), model_name="contract (draft)")
+    state.add_model(model, vllm_cpu.configuration("generate"))
     for found in state.model_states.values():
-        found.communicator.set_stream(on_cpu.Stream())
+        found.communicator.set_stream(vllm_cpu.Stream())
     if is_async:
         run = async_worker.transfer_run_periodically
         state.async_worker = threading.Thread(
-            target=run, args=(state, on_cpu.Stream()), daemon=True
+            target=run, args=(state, vllm_cpu.Stream()), daemon=True
         )
         state.async_worker.start()
     return Rank(group, state, model, process)
@@ -243,7 +248,7 @@ def groups_of_stages(rank: int, stages: int) -> tuple[Any, Any]:
 
 def model_of(layers: list[Layer], num_ranks: int) -> Any:
     """What the balancer uses of a model."""
-    return on_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, num_ranks)
+    return vllm_cpu.model_of(layers, NUM_EXPERTS, NUM_SLOTS, num_ranks)
 
 
 class Layer(Experts):
@@ -263,14 +268,18 @@ class Layer(Experts):
         self.eplb_state.set_layer_state(moe_layer_idx, **tensors)
 
 
-def silence() -> None:
-    """From now on this rank neither sends nor receives; what vLLM gathers itself arrives."""
+def transfer_nothing() -> None:
+    """From now on vLLM's communicator on this rank neither sends nor receives."""
     eplb_communicator.batch_isend_irecv = lambda operations: []
 
 
 def damage_each_fifth() -> None:
     """From now on every fifth expert that this rank sends has a wrong byte."""
-    communicator = eplb_communicator.TorchDistGlooStagedEplbCommunicator
+    for name in ("TorchDistGlooStagedEplbCommunicator", "TorchDistNcclEplbCommunicator"):
+        _damage(getattr(eplb_communicator, name))
+
+
+def _damage(communicator: Any) -> None:
     add_send, sent = communicator.add_send, []
 
     def damage(self: Any, tensors: Any, dst_rank: int, expert_id: int) -> None:

@@ -10,6 +10,7 @@ import json
 import struct
 import zipfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,21 @@ PHYSICAL = np.array([[3, 1, 0, 2, 2, 0], [1, 1, 2, 3, 1, 0]], dtype=np.int32)
 ROUTING = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[0, 3], [1, 2]], [[2, 0], [0, 1]]])
 RAW = ReadOptions(num_layers=2, top_k=2)
 STORAGE = {"int32": "IntStorage", "int64": "LongStorage", "float32": "FloatStorage"}
+STORAGE |= {"float64": "DoubleStorage", "int16": "ShortStorage", "uint8": "ByteStorage"}
+PATTERN = np.array([[[1, 1, 0, 1], [1, 0, 1, 1]], [[0, 1, 1, 1], [0, 1, 1, 1]]])
+SLOTS = np.array([[[0, 1, -1, -1], [-1, -1, 1, 0]], [[-1, 0, 1, -1], [1, -1, -1, 0]]])
+LONG = b"layer_id,expert_id,count\n" + b"".join(
+    b"%d,%d,%d\n" % (layer + 3, expert, count)
+    for layer, row in enumerate(STEPS[0])
+    for expert, count in enumerate(row)
+)
+LMDEPLOY = {
+    "counts": STEPS[0].astype(np.int64),
+    "balancedness": np.array([0.4, 0.6], dtype=np.float32),
+    "total_tokens": STEPS[0].sum(axis=1).astype(np.int64),
+    "step": 9,
+    "rank": 0,
+}
 
 
 class Program:
@@ -54,7 +70,8 @@ class Program:
     def tensor(self, array: np.ndarray[Any, Any]) -> bytes:
         """Instructions that push a tensor over a new storage."""
         key = str(len(self.tensors))
-        self.tensors.append(np.ascontiguousarray(array).tobytes())
+        array = np.ascontiguousarray(array)
+        self.tensors.append(array.tobytes())
         kind = f"ctorch\n{STORAGE[array.dtype.name]}\n".encode()
         persistent = self.value("storage") + kind + self.value(key) + self.value("cpu")
         strides = np.array(array.strides) // array.itemsize
@@ -147,7 +164,7 @@ VLLM_STATS = {
     "version": 1,
     "step": 7,
     "num_ranks": 2,
-    "expert_load": [[10, 1, 5, 2], [2, 8, 1, 3]],
+    "expert_load": [[10, 1, 5, 2], [2, 8, 5, 3]],
     "p2l_map": [[0, 1, 2, 3], [0, 1, 2, 3]],
 }
 VLLM_MAPPING = {
@@ -174,6 +191,17 @@ TRT_COUNTS = {
     "101_3": np.array([0, 2, 4, 1, 3, 2, 2, 2]),
     "101_4": np.array([2, 2, 2, 2, 2, 2, 2, 2]),
 }
+
+
+def write_seed(folder: Path, files: Files) -> str:
+    """Write a format's files; return the path that a reader gets."""
+    (name, data), *rest = files.items()
+    if not rest and name.startswith("."):
+        (folder / f"in{name}").write_bytes(data)
+        return str(folder / f"in{name}")
+    for part, held in files.items():
+        (folder / part).write_bytes(held)
+    return str(folder)
 
 
 def seeds() -> dict[str, tuple[Files, ReadOptions]]:
@@ -211,6 +239,10 @@ def seeds() -> dict[str, tuple[Files, ReadOptions]]:
         "trtllm": ({".yaml": TRT_YAML}, none),
         "ascend": ({".json": ASCEND_JSON}, none),
         "ascend-tensor": ({".pt": torch_file(STEPS[0].astype(np.int64))}, none),
+        "lmdeploy": ({".pt": torch_file(LMDEPLOY)}, none),
+        "omni": ({".npy": npy(PATTERN)}, none),
+        "expert-map": ({".pt": torch_file(SLOTS)}, none),
+        "csv/long": ({".csv": LONG}, none),
         "ultra-ep": ({"t.manifest.json": json.dumps(manifest).encode(), "c.npz": chunk}, none),
         "counts": ({".json": b'{"counts": [[5,1],[3,3]], "layer_ids": [3, 4]}'}, none),
         "npy": ({".npy": npy(STEPS)}, none),
@@ -219,7 +251,7 @@ def seeds() -> dict[str, tuple[Files, ReadOptions]]:
             {".npz": npz(expert_ids=np.tile(ROUTING.transpose(1, 0, 2), (1, 8, 1)))},
             ReadOptions(window_tokens=8),
         ),
-        "csv": ({".csv": b"layer,0,1\n3,5,1\n4,0,2\n"}, none),
+        "csv": ({".csv": b"layer,0,1\n3,5,1\n4,2,4\n"}, none),
         "eplb": ({".json": own.write_placement(placement)[0]}, none),
         "eplb-trace": (own.write_trace(counts, {"source": "x"}), none),
     }

@@ -48,27 +48,16 @@ from tests.support.formats.seeds import (
     VLLM_MAPPING,
     VLLM_META,
     VLLM_STATS,
-    Files,
     npz,
     per_pass,
     per_token,
     seeds,
     torch_file,
+    write_seed,
 )
 
 NONE = ReadOptions()
 LOGICAL = [[5, 1, 0, 2], [4, 3, 1, 0]]  # of PHYSICAL under MAP, by hand
-
-
-def saved(folder: Path, files: Files) -> str:
-    """Write a format's files; return the path that a reader gets."""
-    (name, data), *rest = files.items()
-    if not rest and name.startswith("."):
-        (folder / f"in{name}").write_bytes(data)
-        return str(folder / f"in{name}")
-    for one, held in files.items():
-        (folder / one).write_bytes(held)
-    return str(folder)
 
 
 def one_file(folder: Path, name: str, data: bytes | str) -> str:
@@ -80,7 +69,7 @@ def one_file(folder: Path, name: str, data: bytes | str) -> str:
 @pytest.mark.parametrize("seed", list(seeds()))
 def test_format_is_told_by_its_name_and_contents(tmp_path: Path, seed: str) -> None:
     files, options = seeds()[seed]
-    place = saved(tmp_path, files)
+    place = write_seed(tmp_path, files)
 
     told, named = read(place, options), read(place, options, seed.partition("/")[0])
 
@@ -137,15 +126,20 @@ def test_sglang_dump_by_pass_is_the_sum_of_ranks_by_the_map(tmp_path: Path) -> N
     assert any("of one rank alone" in note for note in alone.notes)
 
 
-def test_sglang_dump_by_pass_of_ranks_that_differ_is_refused(tmp_path: Path) -> None:
+def test_sglang_passes_that_not_all_ranks_have_are_counted_and_not_used(tmp_path: Path) -> None:
     for rank in (0, 1):
         part = per_pass(rank)
         part["records"] = part["records"][: 2 - rank]
         name = f"expert_distribution_recorder_1.5_{rank}.pt"
         (tmp_path / name).write_bytes(torch_file(part))
 
-    with pytest.raises(HistoryError, match="pass 8 is in 1 of 2"):
-        read_load(str(tmp_path), NONE)
+    found = read_load(str(tmp_path), NONE)
+
+    assert found.history.tokens.tolist() == [(2 * np.array(LOGICAL)).tolist()]
+    assert found.history.first_step.tolist() == [7]
+    assert "1 of 2 passes are not in all 2 files: not used" in found.notes
+    with pytest.raises(HistoryError, match="1 of 2 passes"):
+        read_load(str(tmp_path), ReadOptions(strict=True))
 
 
 def test_sglang_dump_by_token_counts_slots_without_padding(tmp_path: Path) -> None:
@@ -212,8 +206,8 @@ def test_vllm_lines_are_folded_by_the_map_of_each_line(tmp_path: Path) -> None:
     found = read_load(one_file(tmp_path, "d.jsonl", text), NONE)
 
     assert found.history.tokens.tolist() == [
-        [[10, 1, 5, 2], [2, 8, 1, 3]],
-        [[1, 10, 2, 5], [2, 8, 1, 3]],
+        [[10, 1, 5, 2], [2, 8, 5, 3]],
+        [[1, 10, 2, 5], [2, 8, 5, 3]],
     ]
     assert (found.layers.axis, found.num_ranks, found.num_nodes) == ("ordinal", 2, 1)
     assert found.history.last_step.tolist() == [7, 9]
@@ -234,7 +228,7 @@ def test_vllm_tokens_in_an_empty_slot_are_refused(tmp_path: Path) -> None:
 def test_trtllm_statistics_are_summed_over_ranks_by_real_layers(tmp_path: Path) -> None:
     files, _ = seeds()["trtllm-statistics"]
     (tmp_path / "rank0_raw.safetensors").write_bytes(b"not counts")
-    found = read_load(saved(tmp_path, files), NONE)
+    found = read_load(write_seed(tmp_path, files), NONE)
 
     assert (found.layers.ids, found.layers.axis, found.num_ranks) == ((3, 4), "model", 2)
     assert found.history.first_step.tolist() == [100, 101]
@@ -246,7 +240,7 @@ def test_trtllm_statistics_with_a_gap_are_refused(tmp_path: Path) -> None:
     files = {"meta_info.json": b'{"num_experts": 8}', "rank0.safetensors": save(counts)}
 
     with pytest.raises(HistoryError, match=r"2 iterations in 100\.\.102"):
-        read_load(saved(tmp_path, files), NONE)
+        read_load(write_seed(tmp_path, files), NONE)
 
 
 @pytest.mark.parametrize(
@@ -301,11 +295,11 @@ def test_ultra_ep_skips_micro_batches_that_lack_a_layer(tmp_path: Path) -> None:
         pre_logical_loads=np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int32),
     )
     manifest = b'{"schema": "ultra_ep_trace_v1", "chunks": 1}'
-    found = read_load(saved(tmp_path, {"t.manifest.json": manifest, "c.npz": chunk}), NONE)
+    found = read_load(write_seed(tmp_path, {"t.manifest.json": manifest, "c.npz": chunk}), NONE)
 
     assert found.history.tokens.tolist() == [[[1, 2], [3, 4]]]
     assert found.layers.ids == (3, 4)
-    assert "1 of 2 micro-batches lack layers and are not used" in found.notes
+    assert "1 of 2 micro-batches lack layers: not used" in found.notes
 
 
 def test_csv_with_a_layer_column_has_its_numbers(tmp_path: Path) -> None:

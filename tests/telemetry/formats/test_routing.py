@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from eplb.errors import ConfigError, HistoryError
+from simulations.batches import batched_windows, read_requests
 from simulations.inputs import windows_of
-from telemetry.formats.routing import batched_windows, read_requests
 from telemetry.formats.types import ReadOptions
 
 # Three requests of 3, 1 and 2 tokens, top-1, one layer: a request goes to its own expert.
@@ -47,7 +47,7 @@ def test_batch_larger_than_the_requests_is_refused() -> None:
 def test_trace_and_folder_of_requests_give_the_same_windows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 20, 12)
-    ids = rng.integers(0, 8, (int(lengths.sum()), 3, 2))
+    ids = rng.random((int(lengths.sum()), 3, 8)).argsort(axis=2)[:, :, :2]
     trace = written(tmp_path, ids, request_len=lengths)
     folder = tmp_path / "requests"
     folder.mkdir()
@@ -73,7 +73,7 @@ def test_trace_without_lengths_has_no_batches(tmp_path: Path) -> None:
 
 def test_requests_of_different_layers_are_refused(tmp_path: Path) -> None:
     for number, layers in enumerate((2, 3)):
-        np.save(tmp_path / f"{number}.npy", np.zeros((4, layers, 2), np.int16))
+        np.save(tmp_path / f"{number}.npy", np.full((4, layers, 2), [0, 1], np.int16))
 
     with pytest.raises(HistoryError, match=r"1\.npy .*\(3, 2\), expected \(2, 2"):
         windows_of(str(tmp_path), ReadOptions(), 0, batch=1)

@@ -162,6 +162,37 @@ def test_change_test_windows_of_long_requests_rarely_alarm() -> None:
     assert alarms <= 1
 
 
+def night_and_day(seed: int, num_idle: int, *, switch: bool = False) -> LoadHistory:
+    """Four nights of few tokens and days of 16 requests a window; another routing on the last."""
+    rng = np.random.default_rng(seed)
+    bases = rng.dirichlet(np.full(12, 0.5), (2, 6))
+    counts = []
+    for window in range(32):
+        base = bases[int(switch and window >= 24)]
+        requests, tokens = (1, 5) if window % 8 < num_idle else (16, 256)
+        profile = rng.gamma(base * 12 + 1e-3, size=(requests, 6, 12))
+        share = profile / profile.sum(axis=2, keepdims=True)
+        counts.append(rng.multinomial(tokens, share).sum(axis=0))
+    return LoadHistory(np.array(counts))
+
+
+@pytest.mark.parametrize("num_idle", [4, 6, 7])
+def test_change_test_days_between_idle_nights_rarely_alarm(num_idle: int) -> None:
+    """Neighbours at night differ by less than requests do by day: with them 66 of 120 alarm."""
+    alarms = sum(last_change(night_and_day(seed, num_idle)) is not None for seed in range(40))
+
+    assert alarms <= 2
+
+
+@pytest.mark.parametrize("num_idle", [4, 6, 7])
+def test_change_test_another_load_by_day_is_found_in_its_night(num_idle: int) -> None:
+    for seed in range(10):
+        change = last_change(night_and_day(seed, num_idle, switch=True))
+
+        assert change is not None
+        assert 24 <= change.index <= 24 + num_idle
+
+
 def test_change_test_finds_a_switch_of_dependent_layers_and_of_long_requests() -> None:
     for drawn, before in ((same_tokens, 16), (long_requests, 32)):
         for after in (1, 3):

@@ -363,9 +363,23 @@ class PlacementCheck:
         self.num_slots = len(view.rows) * view.num_own  # slots of this rank in all layers
         self.num_checked = 0  # slots
         self.num_rounds = 0  # checks of all slots of this rank
+        # What the last judgement found right: kind of a fault, layer, slot and tensor.
+        self.right: list[tuple[str, int, int, str]] = []
+
+    def prepare(self) -> None:
+        """Make a look that nobody judges, before the engine serves; its time does not count.
+
+        The first look at a GPU compiles a kernel for each size of a tensor. As the cost of a look,
+        these seconds would keep the next one away for a thousand times as long.
+        """
+        self._look()
+        self._place = self.num_rounds = 0
+        self._digests = RecordDigests()  # passes may run on another stream than this one
+        self._since = self._clock()
 
     def visit(self, *, is_idle: bool) -> list[Fault]:
         """Judge the slot that was looked at, or look at the next one, if there is time for it."""
+        self.right = []
         begin = self._clock()
         need = self._cost_s * (1.0 if is_idle else BUSY) / self._part
         if not self.num_slots or begin - self._since < need:
@@ -427,6 +441,11 @@ class PlacementCheck:
         for name, expert, pending in looked.digests:
             (found,) = self._digests.read(pending)
             known = self._references.get((row, name), {})
+            if expert in known and known[expert] == found:
+                is_factor = expert == NOBODY
+                if is_factor or held == expert:
+                    one = ("factor", row, -1, name) if is_factor else ("slot", row, slot, name)
+                    self.right.append(one)
             if known.get(expert) in (None, found):
                 continue
             if expert == NOBODY:

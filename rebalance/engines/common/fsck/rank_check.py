@@ -2,7 +2,7 @@
 
 A fault is logged, written to the store as the event ``placement_fault``, and shown by the gauge's
 part ``placement``. A slot with wrong bytes gets those of its kept record, where there is one. A
-check that fails itself ends, and passes go on.
+fault is over once a look finds its slot right. A check that fails itself ends, and passes go on.
 
 Shapes:  L layers, N tokens, K experts of a token, S slots, R ranks.
 """
@@ -21,13 +21,14 @@ import torch
 from eplb.errors import reason_of
 from rebalance.engines.common.fsck import check
 from rebalance.engines.common.fsck.check import EngineView
-from rebalance.engines.common.fsck.report import BEGUN, FAULT, REPAIRED, ROUND, Fault
+from rebalance.engines.common.fsck.report import BEGUN, FAULT, MOVES, REPAIRED, ROUND, Fault
 from rebalance.engines.common.records import Kept
 from rebalance.engines.common.start import set_part
 from rebalance.engines.common.tap import IntArray
 from rebalance.weights.expert_records import rows_of, write
 
 log = logging.getLogger(__name__)
+STOP_MOVES = ("slot", "factor")  # kinds of faults
 MOST_KEPT = 100  # faults that are reported; a wrong map would name every slot
 
 # All ranks' values, which JSON can express, in order of ranks: a collective.
@@ -36,6 +37,20 @@ Gather = Callable[[Any], list[Any]]
 Write = Callable[[str, dict[str, Any]], object]
 # Of some layers: experts [N, K] of some tokens, and the slots [L, N, K] that this rank chooses.
 Choose = Callable[[Sequence[int]], tuple[IntArray, IntArray]]
+
+
+FAULTS_STOP_MOVES = "slots or factors of a rank are wrong, and more would follow with each move"
+
+
+def report_stop(before: str, reason: str, write: Write) -> str:
+    """Report why no expert moves, where that has changed, and return it; "": experts move."""
+    if reason != before:
+        if reason:
+            log.error("no expert moves any more: %s", reason)
+        else:
+            log.warning("experts move again, which they did not: %s", before)
+        write(MOVES, {"stopped": reason})
+    return reason
 
 
 class RankCheck:
@@ -72,6 +87,36 @@ class RankCheck:
         """Slots that were looked at."""
         return 0 if self._check is None else self._check.num_checked
 
+    @property
+    def num_wrong(self) -> int:
+        """Slots and factors that are known to be wrong: a move would use their bytes."""
+        return sum(fault.kind in STOP_MOVES for fault in self.faults)
+
+    @property
+    def wrong_layers(self) -> set[int]:
+        """Layers with a wrong slot of this rank."""
+        return {fault.row for fault in self.faults if fault.kind == "slot"}
+
+    @property
+    def left_behind(self) -> str:
+        """Which tensor the engine does not move with its expert, in words; "": none was found."""
+        for fault in self.faults:
+            if fault.kind == "slot" and self._view is not None:
+                moved = len(self._view.moved(fault.row))
+                names = {one.name for one in self._view.tensors(fault.row)[0][:moved]}
+                if fault.name not in names:
+                    return f"the engine does not move {fault.name} with its expert"
+        return ""
+
+    def look_again(self, row: int) -> None:
+        """Look next at the slots of a layer that were wrong: they may be right by now."""
+        if self._view is None:
+            return
+        layer, first = self._view.rows.index(row), self._view.slot(0)
+        for fault in self.faults:
+            if fault.row == row and fault.kind in STOP_MOVES:
+                self.look_first(layer, max(0, fault.slot - first))
+
     def begin(self, make_view: Callable[[], EngineView]) -> None:
         """Digest all slots, compare with the other ranks, and check how they choose replicas.
 
@@ -94,6 +139,11 @@ class RankCheck:
         else:
             log.warning("placement check is off: %s", refused[0])
         set_part(self._engine, "placement", is_on=self._check is not None)
+        if self._check is not None:
+            try:
+                self._check.prepare()
+            except Exception as exc:
+                self._end(exc)
         self._write(BEGUN, {"reason": refused[0] if refused else ""})
         self._note(faults)
         self.after_map()
@@ -129,14 +179,19 @@ class RankCheck:
                 # A look from before the repair would report bytes that are no longer there.
                 self._check.forget_look()
                 self._repaired(*slot)
-            self._note(self._check.visit(is_idle=is_idle))
+            faults = self._check.visit(is_idle=is_idle)
+            self._forget(self._check.right)
+            self._note(faults)
             if self._check.num_rounds != self._rounds:
                 self._rounds = self._check.num_rounds
                 self._write(ROUND, {"rounds": self._rounds})
         except Exception as exc:
-            self._check = None
-            set_part(self._engine, "placement", is_on=False)
-            log.warning("placement check ended: %s: %s", type(exc).__name__, exc)
+            self._end(exc)
+
+    def _end(self, exc: Exception) -> None:
+        self._check = None
+        set_part(self._engine, "placement", is_on=False)
+        log.warning("placement check ended: %s: %s", type(exc).__name__, exc)
 
     def look_first(self, layer: int, place: int) -> None:
         """Look next at a slot of this rank that another part found wrong.
@@ -147,6 +202,16 @@ class RankCheck:
         """
         if self._check is not None:
             self._check.look_first(layer, place)
+
+    def _forget(self, right: list[tuple[str, int, int, str]]) -> None:
+        """Forget the faults of what was found right."""
+        over = [it for it in self.faults if (it.kind, it.row, it.slot, it.name) in right]
+        for fault in over:
+            del self.faults[fault]
+            log.warning("placement fault is over: %s", fault)
+            self._write(REPAIRED, {"row": fault.row, "slot": fault.slot, "name": fault.name})
+        if over:
+            set_part(self._engine, "placement", is_on=not self.faults)
 
     def _note(self, faults: list[Fault]) -> None:
         if faults:

@@ -11,7 +11,7 @@ from telemetry.state.store import StateStore
 
 Kind = Literal["slot", "replicas", "factor", "tensors", "choice", "map", "list"]
 BEGUN, ROUND, FAULT = "placement_check", "placement_round", "placement_fault"
-REPAIRED, PARTS = "placement_repair", "engine_parts"
+REPAIRED, PARTS, MOVES = "placement_repair", "engine_parts", "engine_moves"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Report:
         if not rounds:
             last += " so far: not every slot has been checked" if checking else ": no rank checks"
         if self.num_repaired:
-            last += f", {counted(self.num_repaired, 'slot')} repaired from kept records"
+            last += f", {counted(self.num_repaired, 'slot')} repaired"
         return [first, *parts, *refused, *self.faults, last]
 
 
@@ -86,8 +86,10 @@ def report_of(store: StateStore) -> Report:
         elif event.kind == PARTS:
             parts.setdefault(rank, _parts_text(detail))
         elif event.kind == REPAIRED:
-            repaired.append((detail["row"], detail["slot"]))
-        elif detail["kind"] != "slot" or (detail["row"], detail["slot"]) not in repaired:
+            repaired.append((rank, detail["row"], detail["slot"], detail.get("name", "")))
+        elif not {(rank, detail["row"], detail["slot"], it) for it in ("", detail["name"])} & set(
+            repaired
+        ):
             faults.append(f"rank {rank}: {detail['text']}")
     by_rank = dict(sorted(ranks.items()))
     return Report(
@@ -95,7 +97,7 @@ def report_of(store: StateStore) -> Report:
         by_rank,
         rounds,
         tuple(reversed(faults)),
-        len(repaired),
+        len({place[:3] for place in repaired}),
         dict(sorted(parts.items())),
     )
 

@@ -1,20 +1,21 @@
 """vLLM's balancer on a CPU, with gloo between ranks: what vLLM takes from an accelerator.
 
 Events, streams, pinned memory and the groups of its parallel state are replaced. All of the
-balancer is vLLM's own: state, worker, moves, commits. For ``eplb conform`` and for tests, in
-processes that serve nothing.
+balancer is vLLM's own: state, worker, moves, commits. In processes that serve nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rebalance.engines.vllm.layers import model_of as model_of
 
 
 class HostEvent:
@@ -110,23 +111,3 @@ def state_of(*, interval: int = 1, is_async: bool = False) -> Any:
         eplb_config=settings, enable_elastic_ep=False, num_ubatches=0, data_parallel_size=1
     )
     return EplbState(parallel, torch.device("cpu"))
-
-
-def model_of(layers: Sequence[Any], num_experts: int, num_slots: int, num_ranks: int) -> Any:
-    """What the balancer uses of a model.
-
-    Args:
-        layers: have ``get_expert_weights`` and ``set_eplb_state``.
-        num_experts: E.
-        num_slots: S, of all ranks.
-        num_ranks: with equally many slots.
-    """
-    from vllm.model_executor.models.interfaces import MixtureOfExperts
-
-    model = type("Model", (MixtureOfExperts,), {})()
-    model.moe_layers, model.num_moe_layers = list(layers), len(layers)
-    model.num_expert_groups, model.num_shared_experts = 1, 0
-    model.num_logical_experts = model.num_routed_experts = num_experts
-    model.num_physical_experts, model.num_local_physical_experts = num_slots, num_slots // num_ranks
-    model.num_redundant_experts = num_slots - num_experts
-    return model

@@ -1,0 +1,363 @@
+"""The one place where what was read is compared with what is stated, and with itself.
+
+Readers give a file as its format defines it. Here its rows become MoE layers, statements are
+compared, and values that have a second reading are refused with the option that decides.
+
+Shapes:  T windows, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eplb.core.load import LoadHistory, names_experts
+from eplb.core.model import spans
+from eplb.errors import ConfigError, HistoryError, counted
+from telemetry.formats.engines.omni import is_map, is_map_of_slots, is_pattern
+from telemetry.formats.engines.sglang import MAP
+from telemetry.formats.types import (
+    Layers,
+    LoadFile,
+    PlacementFile,
+    ReadOptions,
+    cut_unlike,
+    resolve,
+    summed_windows,
+)
+
+MAKERS = {
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "trtllm": "TensorRT-LLM",
+    "ascend": "vllm-ascend",
+    "lmdeploy": "LMDeploy",
+    "omni": "omni-infer",
+    "ultra": "UltraEP",
+}
+OPTIONS = {
+    "num_experts": ("experts", "--experts, --model or the load"),
+    "top_k": ("experts of a token", "--top-k"),
+    "num_layers": ("layers", "--num-layers"),
+    "num_hidden": ("hidden layers", "--hidden-layers"),
+    "num_ranks": ("ranks", "--ranks"),
+    "num_redundant": ("redundant experts", "--redundant"),
+}
+TABLES = {
+    "npy",
+    "npz",
+    "csv",
+    "counts",
+    "ascend-tensor",
+    "sglang-counts",
+    "sglang-dump",
+}  # nothing in them names their axes
+ALIKE = 1e-3  # of totals that are equal but for rounding
+UNEQUAL = 1.02
+MOST_ROWS = 16  # layers for each expert
+FEWEST_SUMS = 4  # totals of windows and layers that are alike by no chance
+
+
+def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
+    """Which format an array is, by type, shape and values.
+
+    Raises:
+        ConfigError: two readings are possible; the message names the option that decides.
+        HistoryError: none is.
+    """
+    if values.dtype.kind not in "iuf" or not values.size:
+        return "npy"
+    lowest, shape = float(values.min()), f"{values.dtype} {list(values.shape)}"
+    is_long = values.ndim == 2 and len(values) >= MOST_ROWS * values.shape[1]
+    if is_long and options.num_experts != values.shape[1]:
+        raise ConfigError(
+            f"{shape} has far more rows than columns, expected [layers, experts] (--format npy), "
+            "or routing ids with three axes, [tokens, layers, top-k]"
+        )
+    is_stated = options.window_tokens is not None or options.top_k is not None
+    counts = lowest >= 0 and not is_stated and options.num_experts in (None, values.shape[-1])
+    if counts and is_pattern(values):
+        if values.all():
+            raise ConfigError(
+                f"{shape} is 1 alone: counts, expected --format npy, or a pattern of devices that "
+                "hold every expert, --format omni"
+            )
+        return "omni"
+    if values.dtype.kind == "f":
+        return "npy"
+    if is_map(values):
+        return "expert-map"
+    if is_map_of_slots(values):
+        raise ConfigError(
+            f"{shape} has each of 0..{values.max()} in every layer: experts by slot; expected a "
+            f'placement as JSON, {{"{MAP}": [[...]]}}, or --format npy for counts'
+        )
+    ids = names_experts(values, options.num_experts or 4096)
+    if ids:
+        sizes = (options.num_layers, options.top_k)
+        ids = all(stated in (None, n) for stated, n in zip(sizes, values.shape[1:], strict=True))
+    if lowest < 0 and (not ids or values.itemsize > 2):
+        raise HistoryError(
+            f"{shape} has {lowest:g}, expected counts from 0; -1 is in expert maps, [layers, "
+            "ranks, experts] with the slots 0, 1, ... of each rank (--format expert-map; eplb "
+            "convert and --current take it), and in routing ids (--format vllm-routing)"
+        )
+    by_type = values.ndim == 3 and values.itemsize <= 2
+    sums = values.sum(axis=-1, dtype=np.float64) if by_type or ids else np.zeros((1, 1))
+    if not ids:
+        if by_type and counts and not _are_alike(sums, 1):
+            raise ConfigError(
+                f"{shape} is the type of routing ids, and a row names an expert twice: expected "
+                "--format npy for counts"
+            )
+        return "npy"
+    if counts and sums.size >= FEWEST_SUMS and sums.shape[1] > 1 and _are_alike(sums, 1):
+        return "npy"
+    if not counts or by_type:
+        return "vllm-routing"
+    raise ConfigError(
+        f"{shape} may be routing ids [tokens, layers, top-k] of {values.max() + 1} experts or "
+        "more, or counts [windows, layers, experts]: expected --experts with the model's number, "
+        "--format vllm-routing or --format npy"
+    )
+
+
+def accept(
+    file: LoadFile | PlacementFile, name: str, options: ReadOptions
+) -> LoadFile | PlacementFile:
+    """A file that was read, with its MoE layers alone, as far as it agrees with the statements.
+
+    Raises:
+        ConfigError: a statement that the file contradicts, or one that is missing.
+        HistoryError: values that no load has.
+    """
+    maker = MAKERS.get(name.partition("-")[0], "")
+    by = f"format {name}{', ' if maker else ''}{maker}"
+    layers = replace(file.layers, num_hidden=file.layers.num_hidden or options.num_hidden)
+    file = replace(file, layers=layers)
+    compare(options, num_ranks=file.num_ranks, num_hidden=layers.num_hidden)
+    if isinstance(file, PlacementFile):
+        placement = file.placement
+        redundant = placement.num_slots - placement.num_experts
+        compare(options, num_experts=placement.num_experts, num_redundant=redundant)
+        text = (
+            f"taken as a placement of {placement.num_experts} experts in {placement.num_slots} "
+            f"slots, {by}"
+        )
+        return replace(file, notes=(text, *file.notes))
+    return _accept_load(file, name, by, options)
+
+
+def _accept_load(file: LoadFile, name: str, by: str, options: ReadOptions) -> LoadFile:
+    history = file.history
+    num_experts = history.num_experts
+    compare(options, num_experts=num_experts, top_k=file.top_k)
+    if options.num_layers not in (None, history.num_layers, file.layers.num_hidden):
+        compare(options, num_layers=history.num_layers)
+    of_routing = (options.window_tokens, options.layout, options.top_k)
+    if file.top_k is None and of_routing != (None, None, None):
+        raise ConfigError(
+            "windows that are counted already, expected no --window-tokens, --layout or --top-k"
+        )
+    rows, layers, further = resolve(
+        file.layers, options, idle=np.asarray(~history.tokens.any(axis=(0, 2)))
+    )
+    if len(rows) < history.num_layers:
+        history = replace(history, tokens=history.tokens[:, rows])
+    what = f"{'load' if file.top_k is None else 'routing ids'} of {num_experts} experts"
+    what += "" if file.top_k is None else f", top-{file.top_k}"
+    notes = [f"taken as {what}, {by}", *file.notes, *further]
+    _check_axes(history.tokens, layers, name, options, notes)
+    may_sum = file.top_k is None and not any(history.missing_ranks)
+    if may_sum and history.num_windows > options.max_windows:
+        tokens, each = summed_windows(history.tokens, options.max_windows)
+        ends = np.minimum(np.arange(1, len(tokens) + 1) * each, history.num_windows) - 1
+        notes.append(f"{history.num_windows} windows are summed into {len(tokens)}")
+        steps = (history.first_step[::each], history.last_step[ends])
+        history = LoadHistory(tokens, *steps, history.phase)
+    current = file.current
+    if current is not None:
+        compare(options, num_redundant=current.placement.num_slots - num_experts)
+        current = replace(
+            current, placement=current.placement.of_layers(np.array(rows)), layers=layers
+        )
+    return replace(file, history=history, layers=layers, current=current, notes=tuple(notes))
+
+
+def compare(options: ReadOptions, **values: int | None) -> None:
+    """Refuse a file, read or to be written, that another number was stated for.
+
+    Raises:
+        ConfigError: with both numbers and the option.
+    """
+    for name, value in values.items():
+        stated = getattr(options, name)
+        if None not in (stated, value) and stated != value:
+            what, option = OPTIONS[name]
+            raise ConfigError(f"the file has {value} {what}, expected {stated} as {option} states")
+
+
+def _check_axes(
+    tokens: NDArray[np.int64],
+    layers: Layers,
+    name: str,
+    options: ReadOptions,
+    notes: list[str],
+) -> None:
+    """Every token passes each layer, so totals of layers are alike, and of no other axis.
+
+    Raises:
+        ConfigError: another axis has alike totals, or two layers are one.
+    """
+    totals = tokens.sum(axis=2)  # [T, L]
+    busy = totals.any(axis=0)
+    if not busy.any():
+        return
+    unused = int((~tokens.any(axis=(0, 1))).sum())
+    if unused:
+        notes.append(f"{counted(unused, 'expert')} of {tokens.shape[2]} have no token in any layer")
+    if not busy.all():
+        idle = spans([layers.ids[row] for row in np.flatnonzero(~busy).tolist()])
+        notes.append(f"layers {idle} have no tokens in any window: their imbalance counts as 1.0")
+    kept, totals = tokens[:, busy], totals[:, busy]
+    is_stated = (options.num_experts, options.layer_ids) != (None, None) or name not in TABLES
+    if not is_stated and layers.axis == "ordinal":
+        rows = kept.transpose(1, 0, 2).reshape(len(kept[0]), -1)
+        first, times = np.unique(rows, axis=0, return_counts=True)
+        twice = first[times > 1]
+        if any(row.min() != row.max() for row in twice):
+            raise ConfigError(
+                f"{times.max()} layers have the same counts {twice[0][:4].tolist()}..., expected "
+                "different ones: a row twice, or --layer-ids states the layers"
+            )
+    if _are_alike(totals, 1):
+        return
+    varies = bool((tokens != tokens[:1]).any()) and not is_stated
+    if varies and _are_alike(totals, 0):
+        _refuse_axes("[layers, windows, experts]", "windows")
+    if varies and _are_alike(totals.sum(axis=1)[None], 1):
+        _refuse_axes("[layers, ranks, slots]", "windows")
+    if not is_stated and _are_alike(kept.sum(axis=1), 1) and kept.shape[2] > 1:
+        _refuse_axes("[windows, experts, layers]", "experts")
+    whole = totals.sum(axis=0)
+    if whole.max() > UNEQUAL * whole.min():
+        least, most = layers.ids[int(whole.argmin())], layers.ids[int(whole.argmax())]
+        lost = f"layer {least} has {whole.min()} tokens, layer {most} {whole.max()}"
+        cut_unlike(lost, options.strict)
+        notes.append(f"{lost}, though each token passes both: the recording may lack a part")
+
+
+def _refuse_axes(axes: str, alike: str) -> None:
+    raise ConfigError(
+        f"totals are alike over {alike} and not over layers, as if axes were {axes}: expected "
+        "[windows, layers, experts], or --experts with the model's number"
+    )
+
+
+def _are_alike(totals: NDArray[np.number], axis: int) -> bool:
+    """Whether totals [n, m] differ by rounding alone along an axis that has more than one."""
+    if totals.shape[axis] < 2:
+        return axis == 1
+    return bool((np.ptp(totals, axis=axis) <= ALIKE * totals.max(axis=axis)).all())
+
+
+RANK = re.compile(r"rank[_-]?(\d{1,6})", re.IGNORECASE)
+STAGE = re.compile(r"(?:^|[_.-])(?:pp|stage)[_-]?\d", re.IGNORECASE)
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def order_of(path: Path) -> tuple[list[float], str]:
+    """By the numbers in the name: load_9 before load_10."""
+    return [float(number) for number in NUMBER.findall(path.stem[:100])], path.name
+
+
+def join(names: Sequence[str], parts: Sequence[LoadFile], *, strict: bool) -> LoadFile:
+    """One load from files of a kind, in order of time.
+
+    Files of different layers are of the stages of a pipeline, which stand side by side. Files whose
+    names have ranks are summed over ranks. The others follow one another.
+
+    Args:
+        names: of the files.
+        parts: as their formats define them.
+        strict: refuse files that are not cut alike.
+
+    Raises:
+        HistoryError: other numbers of experts, or layers that differ and overlap.
+    """
+    by_stage: dict[tuple[int, ...], dict[str, list[LoadFile]]] = {}
+    for name, part in zip(names, parts, strict=True):
+        if part.history.num_experts != parts[0].history.num_experts:
+            raise HistoryError(
+                f"{name} has {part.history.num_experts} experts, expected "
+                f"{parts[0].history.num_experts} as {names[0]}"
+            )
+        if part.layers.axis != parts[0].layers.axis:
+            raise HistoryError(f"{name} numbers layers otherwise, expected as {names[0]}")
+        busy = part.history.tokens.any(axis=(0, 2)) | (part.layers.axis != "hidden")
+        ids = tuple(np.array(part.layers.ids)[busy].tolist())
+        if ids:  # else a dump before the engine served
+            rank = RANK.search(name)
+            ranks = by_stage.setdefault(ids, {})
+            ranks.setdefault(rank[1] if rank else "", []).append(part)
+    stages = [layer for ids in by_stage for layer in ids]
+    if len(set(stages)) != len(stages):
+        raise HistoryError(
+            f"files have layers {' and '.join(spans(ids) for ids in list(by_stage)[:2])}, expected "
+            "the same, or stages without a common layer"
+        )
+    if parts[0].layers.axis == "ordinal" and any(STAGE.search(name) for name in names):
+        raise HistoryError(
+            "files of stages have rows in order, expected numbers of layers: read each with "
+            "--layer-ids and convert it"
+        )
+    windows = {
+        ids: [np.concatenate([_of_layers(part, ids) for part in files]) for files in ranks.values()]
+        for ids, ranks in by_stage.items()
+    }
+    lengths = [len(each) for counts in windows.values() for each in counts]
+    count = min(lengths, default=0)
+    if not count:
+        raise HistoryError("no file has tokens, expected load")
+    notes = [f"{len(names)} files of one kind: {counted(count, 'window')} in order of time"]
+    if lost := sum(lengths) - count * len(lengths):
+        notes += cut_unlike(f"{lost} windows of {sum(lengths)} are not in all files", strict)
+    num_hidden = parts[0].layers.num_hidden
+    rows = range(num_hidden) if parts[0].layers.axis == "hidden" and num_hidden else sorted(stages)
+    place = {layer: row for row, layer in enumerate(rows)}
+    tokens = np.zeros((count, len(place), parts[0].history.num_experts), dtype=np.int64)
+    for ids, counts in windows.items():
+        tokens[:, [place[layer] for layer in ids]] = np.sum(
+            [each[:count] for each in counts], axis=0
+        )
+    if len(by_stage) > 1:
+        notes.append(f"{len(by_stage)} stages are joined by their layers")
+    sizes = [len(ranks) for ranks in by_stage.values()]
+    if max(sizes) > 1:
+        notes.append(f"files of {max(sizes)} ranks are summed")
+    last = parts[-1]
+    current = last.current if len(by_stage) == 1 else None
+    notes += [note for part in parts for note in part.notes]
+    steps = np.concatenate(
+        [[part.history.first_step, part.history.last_step] for part in parts], axis=1
+    )
+    is_plain = steps.shape[1] == count and (np.diff(steps.T.ravel()) >= 0).all()
+    history = LoadHistory(tokens, *steps) if is_plain else LoadHistory(tokens)
+    return replace(
+        last,
+        history=history,
+        layers=Layers(tuple(place), parts[0].layers.axis, num_hidden),
+        current=current,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _of_layers(file: LoadFile, ids: tuple[int, ...]) -> NDArray[np.int64]:
+    rows = np.searchsorted(file.layers.ids, ids)
+    tokens: NDArray[np.int64] = file.history.tokens[:, rows]
+    return tokens
