@@ -75,7 +75,7 @@ def proof(ranks: int) -> list[Run]:
     many = {"prompts": 10240, "changes": 300, "faults": 20}
     return [
         *proof_of("bfloat16", ranks, **many),
-        *proof_of("bfloat16", ranks, **many, quantization="fp8_per_tensor")[:3],
+        *proof_of("bfloat16", ranks, **many, quantization="fp8_per_channel")[:3],
         *proof_of("float32", ranks, **many)[:3],
     ]
 

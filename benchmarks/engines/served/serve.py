@@ -26,7 +26,7 @@ from benchmarks.engines.served.judge import judge_runs, outcome_of, write_table
 from benchmarks.engines.served.load import Load
 from benchmarks.engines.served.model import write_model
 
-LOAD_DEADLINE_S = 300.0
+LOAD_DEADLINE_S = 150.0
 STOP_GRACE_S = 10.0
 AHEAD = 3  # runs at once: one serves, the others load
 KV_BYTES = 1 << 30  # of one rank
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, default=Path("/tmp/served-models"))
     parser.add_argument("--share", type=float, default=0.05, help="of the GPU for one rank")
     parser.add_argument("--within", type=float, default=3600, help="seconds in which runs start")
-    parser.add_argument("--way", choices=("fastest", *transport.WAYS), default="fastest")
+    parser.add_argument("--way", choices=transport.WAYS, default="sockets")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     # As an exception: the ranks are ended too.
@@ -268,16 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("serve: torch sees no GPU, expected an NVIDIA GPU", file=sys.stderr)
             return 2
-        notes: list[str] = []
-        if options.way == "fastest":
-            way, library = transport.choose(options.ranks, notes.append)
-        else:
-            way, library = options.way, transport.libraries()[0]
-            if way in ("shared", "mps") and not transport.start_mps():
-                print(f"serve: MPS does not start, expected it for --way {way}", file=sys.stderr)
-                return 2
-        place = Place(on_gpu, options.share, way, library)
-        print("; ".join([*notes, f"way {way}, {library}"]), flush=True)
+        place = Place(on_gpu, options.share, options.way, transport.library())
     runs = PLANS[options.plan](options.ranks)
     if options.only:
         runs = [run for run in runs if run.name in options.only]
@@ -288,15 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_table(rows, options.out, {**vars(options), "way": place.way})
         return rows
 
-    try:
-        serve_all(runs, options.out, options.models, place, options.within, judge)
-        wide = [run.name for run in runs if run.size == "wide" and not outcome_of(run, options.out)]
-        if on_gpu and wide:
-            timing = [sys.executable, "-m", "benchmarks.engines.served.experts_time"]
-            subprocess.run([*timing, str(options.out), *wide], check=False)
-    finally:
-        if place.way in ("shared", "mps"):
-            transport.stop_mps()
+    serve_all(runs, options.out, options.models, place, options.within, judge)
+    wide = [run.name for run in runs if run.size == "wide" and not outcome_of(run, options.out)]
+    if on_gpu and wide:
+        timing = [sys.executable, "-m", "benchmarks.engines.served.experts_time"]
+        subprocess.run([*timing, str(options.out), *wide], check=False)
     rows = judge()
     print((options.out / "served.md").read_text())
     return 0 if all(row["is_expected"] for row in rows) else 1

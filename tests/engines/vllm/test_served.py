@@ -49,7 +49,7 @@ def serve(folder: Path, way: str) -> dict[str, Any]:
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: served-on-cpu\nVersion: 0\n")
     (folder / "eplb.toml").write_text(CONFIG.format(folder=folder))
     variables = {
-        "PYTHONPATH": f"{ROOT}:{plugin.parent}",
+        "PYTHONPATH": f"{ROOT}:{plugin.parent}:{os.environ.get('PYTHONPATH', '')}",
         "EPLB_CONFIG": str(folder / "eplb.toml"),
         "EPLB_SERVED_ON_CPU": "1",
         "VLLM_TARGET_DEVICE": "cpu",
