@@ -201,8 +201,8 @@ def _has_experts(
         return [value < 0 or n <= value for n in layers]
     offset = 1 if rule is Rule.EVERY_NTH else 0
     if rule is Rule.PERIOD:
-        names = ("expert_layer_offset",)
-        offset = -number_in(section, names, MAX_LAYERS, where, default=0, least=0)
+        first = ("expert_layer_offset",)
+        offset = -number_in(section, first, MAX_LAYERS, where, default=0, least=0)
     return [(n + offset) % value == 0 for n in layers]
 
 
