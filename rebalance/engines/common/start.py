@@ -219,8 +219,8 @@ def join(
     store.set(lines[rank], f"{REFUSED}{refusal}" if refusal else facts)
     _wait_for(store, lines, min(PATIENCE_S, deadline_s))
     if missing := _missing(store, lines):
-        words = f"rank {rank} of {size} has loaded its weights and waits for"
-        log.warning("%s %s, at most %g s", words, named_ranks(missing), deadline_s)
+        waits = f"rank {rank} of {size} has loaded its weights and waits for"
+        log.warning("%s %s, at most %g s", waits, named_ranks(missing), deadline_s)
     if not _wait_for(store, lines, deadline_s - PATIENCE_S):
         refused = (
             f"ranks {_missing(store, lines)} of {size} did not load the plug-in within "
