@@ -225,7 +225,7 @@ def test_plan_overtaken_by_a_commit_is_withdrawn_and_replanned(clock: Clock) -> 
 def test_live_pay_back_time_applies_from_the_next_turn(deployment: Deployment) -> None:
     controller = deployment.controller(cost=CostModel(pay_back_s=0.01))
     deployment.decide_on(controller, SKEWED)
-    assert " in 10 ms, costs 100 ms" in deployment.last_plan()["reason"]
+    assert "448 us in 2.5 ms, costs 100 ms" in deployment.last_plan()["reason"]
 
     deployment.store.change_live({"pay_back_s": 60.0}, reason="longer")
     deployment.decide_on(controller, SKEWED)

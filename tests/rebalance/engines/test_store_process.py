@@ -530,7 +530,9 @@ def test_untested_release_moves_nothing_until_all_ranks_have_checked(url: str) -
         checked(0, ROUND, {"rounds": 1})
         until(lambda: "rank 1 does not check its slots" in made.why_kept)
         checked(1, BEGUN, {"reason": ""})
-        checked(1, FAULT, {"kind": "replicas", "row": 0, "slot": 3, "text": "planted"})
+        checked(
+            1, FAULT, {"kind": "replicas", "row": 0, "slot": 3, "name": "w2", "text": "planted"}
+        )
         checked(1, ROUND, {"rounds": 1})
         until(
             lambda: (
