@@ -52,4 +52,5 @@ def duration_text(seconds: float) -> str:
     unit_s, name = next((unit for unit in UNITS if size >= unit[0]), (1.0, "s"))
     figure = size / unit_s if size >= UNITS[-1][0] else 0.0
     text = f"{figure:.3g}" if figure < 999.5 else f"{figure:,.0f}"
-    return f"{'-' * (seconds < 0 and figure > 0)}{text} {name}"
+    sign = "-" if seconds < 0 and figure > 0 else ""
+    return f"{sign}{text} {name}"

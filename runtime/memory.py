@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,38 +32,13 @@ from numpy.typing import NDArray
 
 from eplb.errors import ConfigError, MigrationError
 from runtime.group import first_refusal
+from runtime.lane_weights import LANE_BYTES, LANE_WEIGHTS, LANES_AT_ONCE, factor_of
 from runtime.streams import Completion
 
 PAGE_BYTES = 4096
-LANE_BYTES = 4  # a digest is over 32-bit lanes
-LANES_AT_ONCE = (
-    2**15
-)  # summed together: as 64-bit numbers, with their weights, they stay in a cache
-# Multipliers of ``mixed``, odd, so that different numbers stay different.
-MIX_FIRST, MIX_SECOND = 0x9E3779B1, 0x85EBCA77
 COMPILED_FROM_BYTES = 4 * 2**20  # loading a compiler takes as long as the plain sums of 1 GB
 
 LaneSums = Callable[[NDArray[np.int32], NDArray[np.int64]], tuple[int, int]]
-
-
-Number = TypeVar("Number", int, NDArray[np.int64])
-
-
-def mixed(numbers: Number) -> Number:
-    """Spread numbers of 32 bits over 32 bits, each to another one."""
-    spread = numbers * MIX_FIRST & 0xFFFFFFFF
-    spread = (spread ^ spread >> 15) * MIX_SECOND & 0xFFFFFFFF
-    return spread ^ spread >> 13
-
-
-# The weights of a block's lanes; those of block b are these times ``factor_of(b)``.
-LANE_WEIGHTS = mixed(np.arange(1, LANES_AT_ONCE + 1, dtype=np.int64))
-
-
-def factor_of(block: int) -> int:
-    """The factor of a block of LANES_AT_ONCE lanes: odd, so that no bit of its sum is lost."""
-    return mixed(block + 1) | 1
-
 
 log = logging.getLogger(__name__)
 

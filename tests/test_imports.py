@@ -41,7 +41,9 @@ RULES = {
     "eplb": rule("", "numpy scipy numba ortools", never="os time datetime random secrets socket"),
     # The prepared problem: every step of the planner reads it, and it knows none of them.
     "eplb/core": rule(
-        "eplb.declared eplb.errors", "numpy numba", never="os time datetime random secrets socket"
+        "eplb.clock eplb.declared eplb.errors",
+        "numpy numba",
+        never="os time datetime random secrets socket",
     ),
     "telemetry": rule("eplb", "numpy redis zstandard prometheus_client"),
     # Files of engines, read without torch and without any engine.
@@ -73,8 +75,12 @@ RULES = {
         "telemetry.state",
         "numpy torch",
     ),
+    # A command of an engine, and the files that it names: read where no engine is.
+    "rebalance/engines/common/command": rule(f"{SERVING} telemetry.formats", ""),
+    "rebalance/engines/trtllm_options": rule(SERVING, "yaml"),
     "rebalance/engines/sglang": rule(
-        "eplb telemetry runtime rebalance.engines rebalance.weights.expert_records",
+        "eplb telemetry runtime rebalance.controller.plans rebalance.engines "
+        "rebalance.weights.expert_records",
         "numpy torch sglang",
     ),
     # The controller runs where there is no torch and no expert.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from runtime.kernels.launch import expect, kernel
-from runtime.memory import LANE_BYTES, LANES_AT_ONCE, MIX_FIRST, MIX_SECOND
+from runtime.lane_weights import LANE_BYTES, LANES_AT_ONCE, MIX_FIRST, MIX_SECOND
 
 LANES_PER_BLOCK = 2048
 BLOCKS_PER_PROGRAM = 4  # a program ends with two atomic additions: few enough not to queue
@@ -56,7 +56,7 @@ def digest_records(records: torch.Tensor, out: torch.Tensor) -> None:
 
 @kernel()
 def _mixed(numbers: tl.tensor, FIRST: tl.constexpr, SECOND: tl.constexpr) -> tl.tensor:
-    """``runtime.memory.mixed``, of unsigned numbers of 32 bits."""
+    """``runtime.lane_weights.mixed``, of unsigned numbers of 32 bits."""
     spread = numbers * tl.full(numbers.shape, FIRST, tl.uint32)
     spread = spread ^ (spread >> 15)
     spread = spread * tl.full(numbers.shape, SECOND, tl.uint32)

@@ -33,11 +33,11 @@ def fetch(engine: str, folder: Path) -> tuple[PackageSource, str]:
 
 def changes(engine: str, source: PackageSource, version: str) -> Iterator[str]:
     """Yield what of each declaration of an engine's plug-in does not hold in a release."""
-    entry = import_module(f"rebalance.engines.{engine}.entry")
-    for name, assumed in vars(entry).items():
+    declared = import_module(f"rebalance.engines.{engine}.assumptions")
+    for name, assumed in vars(declared).items():
         if isinstance(assumed, Assumptions):
             yield from (f"{name}: {one}" for one in refusals(assumed, source, version))
-    if reason := untried(entry.ASSUMED, version):
+    if reason := untried(declared.ASSUMED, version):
         yield reason
 
 

@@ -16,7 +16,7 @@ from benchmarks.engines.served import carry, install
 from benchmarks.engines.served.judge import judge_runs
 from benchmarks.engines.served.load import Load, topic_tokens
 from benchmarks.engines.served.model import SIZES
-from benchmarks.engines.served.serve import Run
+from benchmarks.engines.served.run import Run
 
 TWELVE = Load(12, 4, prompt_tokens=6, answer_tokens=3, rounds_of_topic=1, seed=5)
 LIBRARY = np.random.default_rng(1).bytes(20_000)  # more than one part holds

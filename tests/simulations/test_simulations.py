@@ -102,10 +102,10 @@ def test_trace_with_a_long_name_inside_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"frequency": np.ones(3)}, "holds frequency, expected expert_ids or load"),
+        ({"frequency": np.ones(3)}, "holds frequency, expected load"),
         ({"expert_ids": np.zeros((3, 4))}, r"shape \(3, 4\) and dtype float64"),
         ({"expert_ids": np.full((1, 8, 1), -2)}, r"experts -2..-2, expected 0"),
-        ({"load": np.zeros((3, 4))}, r"load has shape \(3, 4\)"),
+        ({"load": np.zeros(4)}, r"shape \(4,\), expected \[layers, experts\]"),
         ({"expert_ids": IDS, "request_len": np.array([9])}, "request_len sums to 9 tokens"),
     ],
 )

@@ -62,7 +62,7 @@ class Experts:
 def time_run(job: dict[str, Any], out: Path) -> dict[str, Any]:
     """Times of a run's sampled steps."""
     from benchmarks.engines.served.load import Load
-    from benchmarks.engines.served.serve import Run
+    from benchmarks.engines.served.run import Run
 
     run = Run(**{**job, "load": Load(**job["load"])})
     size = SIZES[run.size]

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from benchmarks.engines.served.serve import Run
+    from benchmarks.engines.served.run import Run
 
 OF_ANSWER, OF_GROUP = 2.0, 1.25  # slack over what runs without EPLB differ by
 LATE_S = 1e-3

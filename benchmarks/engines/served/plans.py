@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from benchmarks.engines.served.load import Load
-from benchmarks.engines.served.serve import Run
+from benchmarks.engines.served.run import Run
 
 SEED = 20261129
 

@@ -17,45 +17,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.served import transport
 from benchmarks.engines.served.judge import judge_runs, outcome_of, write_table
-from benchmarks.engines.served.load import Load
 from benchmarks.engines.served.model import write_model
+from benchmarks.engines.served.run import Run
 
 LOAD_DEADLINE_S = 150.0
 STOP_GRACE_S = 10.0
 AHEAD = 3  # runs at once: one serves, the others load
 KV_BYTES = 1 << 30  # of one rank
-
-
-@dataclass(frozen=True)
-class Run:
-    """One engine that serves."""
-
-    name: str
-    mode: str  # "none", "own" or "plugin"
-    load: Load
-    rounds: int
-    size: str = "small"
-    dtype: str = "bfloat16"
-    quantization: str = ""
-    asynchronous: bool = True
-    graphs: bool = False
-    ranks: int = 4
-    sequences: int = 32  # of a rank at once
-    interval: int = 4  # steps of vLLM's window, and between two rebalances
-    redundant: int = 8
-    changes: int = 0  # rebalances that change a slot, at least
-    faults: int = 0  # that are planted afterwards
-    probes: int = 128
-    order: str = "forward"
-    reference: str = ""  # the run whose answers these are compared with
-    at_most_s: float = 150.0
-    settings: dict[str, str] = field(default_factory=dict)  # of the plug-in's file, by section.name
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rebalance.engines.common.fsck.check import EngineView
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.start import EngineGroup, group_of
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.sglang.options import why_unserved
+from rebalance.engines.sglang.limits import why_unserved
 from rebalance.engines.sglang.planning import Shape
 
 Move = Callable[[list[int]], None]

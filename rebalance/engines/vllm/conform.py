@@ -19,7 +19,7 @@ from rebalance.engines.common.conform import Subject
 from rebalance.engines.common.fsck.check import EngineView, Named, direct
 from rebalance.engines.common.guards import require
 from rebalance.engines.common.tap import IntArray
-from rebalance.engines.vllm.entry import CONFORM
+from rebalance.engines.vllm.assumptions import CONFORM
 from runtime.group import gathered_large
 
 

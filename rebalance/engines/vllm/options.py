@@ -16,7 +16,7 @@ from typing import Any
 from eplb.errors import ConfigError
 from rebalance.engines.common.command import Remark, remarks_on_slots
 from rebalance.engines.common.guards import require
-from rebalance.engines.vllm.entry import COMMAND, PARSERS
+from rebalance.engines.vllm.assumptions import COMMAND, PARSERS
 
 UNKNOWN = "unrecognized arguments:"  # of argparse
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
 from rebalance.engines.common.guards import require
-from rebalance.engines.vllm.entry import REPLAY
+from rebalance.engines.vllm.assumptions import REPLAY
 
 STRATEGY = "eplb_trace"
 STRATEGY_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"

@@ -21,7 +21,7 @@ import torch
 
 from eplb.core.load import Phase
 from rebalance.engines.common.tap import Counted, on_host
-from rebalance.engines.vllm.entry import RUNNERS
+from rebalance.engines.vllm.assumptions import RUNNERS
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,24 @@ from tests.support.repository import ROOT
 
 TEXT = ("--text", str(ROOT / "LICENSE"), "--text", str(ROOT / "README.md"))
 SMALL = ["--ranks", "4", "--layers", "2", "--experts", "8", "--top-k", "2", "--port", "0", *TEXT]
-SMALL += ["--setting", "hidden=32", "--setting", "intermediate=32", "--view", "plain"]
+SMALL += ["--view", "plain"]
+SMALL_SETTINGS = ("hidden=32", "intermediate=32")
 FILE_LIMIT = 300_000  # bytes
 STORE_LIMIT = 2_000_000  # bytes, in which the start of a demo has room
 
 StartDemo = Callable[..., Any]
 
 
+def small(*flags: str) -> list[str]:
+    """Flags of a small demo, and further ones; a setting among these replaces the usual one."""
+    named = {flag.partition("=")[0] for flag in flags}
+    usual = [setting for setting in SMALL_SETTINGS if setting.partition("=")[0] not in named]
+    return [*SMALL, *(word for setting in usual for word in ("--setting", setting)), *flags]
+
+
 def refusal(folder: Path, *flags: str) -> str:
     """Start a demo that must be refused before it serves; return the sentence."""
-    done = CliRunner().invoke(app, ["demo", "--state-dir", str(folder), *SMALL, *flags])
+    done = CliRunner().invoke(app, ["demo", "--state-dir", str(folder), *small(*flags)])
     assert (done.exit_code, type(done.exception)) == (2, SystemExit), done.output
     sentence = str(done.stderr)
     assert sentence.startswith("eplb: ")
@@ -180,7 +188,7 @@ ROUTES = np.zeros((2, 64, 2), dtype=np.int64)
     ids=["none", "no archive", "too many experts", "too few", "lengths"],
 )
 def test_trace_that_cannot_be_replayed_is_refused(tmp_path: Path, routes: Any, named: str) -> None:
-    trace, no_text = tmp_path / "trace.npz", [word for word in SMALL if word not in TEXT]
+    trace, no_text = tmp_path / "trace.npz", [word for word in small() if word not in TEXT]
     if isinstance(routes, bytes):
         trace.write_bytes(routes)
     elif routes is not None:
@@ -216,7 +224,7 @@ def test_folder_that_cannot_be_written_is_refused() -> None:
         state = Path(name, "state")
         state.mkdir(mode=0o555)
         state.parent.chmod(0o755)
-        command = [sys.executable, "-c", AS_NOBODY, "demo", "--state-dir", str(state), *SMALL]
+        command = [sys.executable, "-c", AS_NOBODY, "demo", "--state-dir", str(state), *small()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
         sentence = f"eplb: state folder {state} cannot be used: Permission denied\n"

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("sglang", reason="run `make test-engines`: it has SGLang in .venv-sglang")
+
 import tests.support.engines.cpu_torchvision  # noqa: F401  # first: the engine imports it
 from eplb.errors import ConfigError
 from rebalance.engines.common.command import command_of

@@ -154,7 +154,8 @@ def test_effective_imbalance_is_that_of_the_slots_which_sources_use() -> None:
     for row, expert, source in np.ndindex(2, EXPERTS, RANKS):
         rank = made.sources[1 + row, expert, source] // (SLOTS // RANKS)
         loads[:, row, rank] += tokens[:, row, expert] / RANKS
-    expected = (loads.max(2) / loads.mean(2)).mean()
+    by_window = (loads.max(2) / loads.mean(2)).mean(axis=1)
+    expected = np.average(by_window, weights=tokens.sum(axis=(1, 2)))
     assert made.figures["effective"] == pytest.approx(expected, abs=1e-4)
 
 

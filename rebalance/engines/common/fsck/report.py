@@ -87,9 +87,10 @@ def report_of(store: StateStore) -> Report:
             parts.setdefault(rank, _parts_text(detail))
         elif event.kind == REPAIRED:
             repaired.append((rank, detail["row"], detail["slot"], detail.get("name", "")))
-        elif not {(rank, detail["row"], detail["slot"], it) for it in ("", detail["name"])} & set(
-            repaired
-        ):
+        elif not {
+            (rank, detail.get("row"), detail.get("slot"), name)
+            for name in ("", detail.get("name", ""))
+        } & set(repaired):
             faults.append(f"rank {rank}: {detail['text']}")
     by_rank = dict(sorted(ranks.items()))
     return Report(
