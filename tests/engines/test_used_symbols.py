@@ -17,17 +17,17 @@ import pytest
 
 import rebalance.engines
 from rebalance.engines.common.guards import Assumptions, PackageSource, Part, refusals, source_of
-from tests.support.engines.which import DECLARED, NAME
+from tests.support.engines.which import ASSUMPTIONS, NAME
 
 DECLARED: dict[str, Assumptions] = {
-    name: assumed for name, assumed in vars(DECLARED).items() if isinstance(assumed, Assumptions)
+    name: assumed for name, assumed in vars(ASSUMPTIONS).items() if isinstance(assumed, Assumptions)
 }
 SOURCE = source_of(NAME)
 FOLDER = Path(rebalance.engines.__file__).parent / NAME
 
 OF_CONFORM = ("layers.py",)  # it serves nothing: `eplb conform` refuses what it cannot import
 if NAME == "vllm":
-    EPLB, MOE = DECLARED.EPLB, DECLARED.FUSED_MOE
+    EPLB, MOE = ASSUMPTIONS.EPLB, ASSUMPTIONS.FUSED_MOE
     OBJECTS: dict[str, dict[str, str]] = {
         "*": {
             "state": f"{EPLB}.eplb_state.EplbState",
@@ -69,9 +69,9 @@ if NAME == "vllm":
     BY_HAND = (
         f"{EPLB}.policy.abstract.AbstractEplbPolicy.rebalance_experts",
         f"{EPLB}.eplb_communicator.TorchDistGlooStagedEplbCommunicator._ops",
-        *(f"{runner}.GPUModelRunner.execute_model" for runner in DECLARED.RUNNERS),
-        f"{DECLARED.RUNNERS[0]}.GPUModelRunner.num_spec_tokens",
-        f"{DECLARED.RUNNERS[1]}.GPUModelRunner.num_speculative_steps",
+        *(f"{runner}.GPUModelRunner.execute_model" for runner in ASSUMPTIONS.RUNNERS),
+        f"{ASSUMPTIONS.RUNNERS[0]}.GPUModelRunner.num_spec_tokens",
+        f"{ASSUMPTIONS.RUNNERS[1]}.GPUModelRunner.num_speculative_steps",
         *(f"{MOE}.config.FusedMoEQuantConfig._{part}" for part in ("a1", "a2", "w1", "w2")),
         *(f"{MOE}.config.FusedMoEQuantDesc.{one}" for one in ("scale", "alpha_or_gscale")),
     )
@@ -84,7 +84,7 @@ if NAME == "vllm":
 else:
     from rebalance.engines.sglang.rounds import PHASES
 
-    EPLB, FIELDS = DECLARED.EPLB, DECLARED.FIELDS
+    EPLB, FIELDS = ASSUMPTIONS.EPLB, ASSUMPTIONS.FIELDS
     OBJECTS = {
         "*": {
             "metadata()": f"{EPLB}.expert_location.ExpertLocationMetadata",
@@ -99,8 +99,8 @@ else:
             "get_parallel()": f"{FIELDS}.parallel.Parallel",
             "model": f"{FIELDS}.model.Model",
             "config": f"{EPLB}.expert_location.ModelConfigForExpertLocation",
-            "state": f"{DECLARED.ELASTIC}.ElasticEPState",
-            "_get_weight_updater()": f"{DECLARED.RUNNER}.weight_updater.WeightUpdater",
+            "state": f"{ASSUMPTIONS.ELASTIC}.ElasticEPState",
+            "_get_weight_updater()": f"{ASSUMPTIONS.RUNNER}.weight_updater.WeightUpdater",
             "recorder": f"{EPLB}.expert_distribution._ExpertDistributionRecorderReal",
         },
         "rounds.py": {"live": ""},
@@ -110,7 +110,7 @@ else:
         f"{EPLB}.expert_distribution._ExpertDistributionRecorderReal._on_forward_pass_start",
         f"{EPLB}.expert_distribution._StatAccumulator.append",
         f"{EPLB}.eplb_algorithms.elasticity_aware.rebalance_experts",
-        f"{DECLARED.ELASTIC}.ElasticEPState.reset",
+        f"{ASSUMPTIONS.ELASTIC}.ElasticEPState.reset",
         *(
             f"sglang.srt.model_executor.forward_batch_info.ForwardMode.{mode}"
             for mode in ("IDLE", *PHASES)

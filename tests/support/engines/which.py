@@ -13,4 +13,4 @@ if find_spec(NAME) is None:
     pytest.skip("run `make test-engines`: it has engines' wheels", allow_module_level=True)
 
 ENTRY: Any = import_module(f"rebalance.engines.{NAME}.entry")
-DECLARED: Any = import_module(f"rebalance.engines.{NAME}.assumptions")
+ASSUMPTIONS: Any = import_module(f"rebalance.engines.{NAME}.assumptions")
