@@ -192,6 +192,10 @@ CONFORM = Assumptions(
         f"{NVFP4}.convert_swizzled_to_linear": "a_sf_swizzled m k block_size",
     },
     attributes={
+        "vllm.model_executor.models.interfaces.MixtureOfExperts": (
+            "num_physical_experts num_local_physical_experts num_redundant_experts "
+            "num_routed_experts num_shared_experts"
+        ),
         f"{STATE}.EplbModelState": "expert_buffer",
         f"{EPLB}.eplb_communicator.TorchDistGlooStagedEplbCommunicator": "_ops",
         f"{FUSED_MOE}.config.FusedMoEQuantConfig": "is_scale_swizzled",
