@@ -86,6 +86,18 @@ def incidents(ranks: int) -> list[Run]:
     ]
 
 
+def communicators(ranks: int) -> list[Run]:
+    """BF16 while vLLM moves by NIXL, and by NCCL; with a reference and bounds of their own."""
+    runs = proof_of("bfloat16", ranks, prompts=10240, changes=100, faults=20)
+    _, _, graphs, sync = runs[:4]
+    return [
+        *runs[:2],
+        replace(graphs, name="nixl-async-graphs", communicator="nixl"),
+        replace(sync, name="nixl-sync", communicator="nixl"),
+        replace(sync, name="nccl-sync", communicator="torch_nccl"),
+    ]
+
+
 def bring_up(ranks: int) -> list[Run]:
     """A first look at everything, in two minutes."""
     proof = proof_of("float32", ranks, prompts=2048, changes=10, faults=4)[:3]
@@ -116,6 +128,7 @@ def on_cpu(ranks: int) -> list[Run]:
 PLANS: dict[str, Callable[[int], list[Run]]] = {
     "bring-up": bring_up,
     "proof": proof,
+    "communicators": communicators,
     "measured": measured,
     "cpu": on_cpu,
 }
