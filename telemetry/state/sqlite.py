@@ -30,6 +30,7 @@ from telemetry.state.backend import (
     in_key_order,
 )
 from telemetry.state.sqlite_file import SqliteFile
+from telemetry.state.unreadable import Unreadable
 
 _POLL_S = 0.02
 _PRUNED_AT_ONCE = 500  # records of the log; a few milliseconds
@@ -118,7 +119,7 @@ class SqliteBackend(Backend):
         busy_timeout_s: float = 10.0,
         clock: Clock | None = None,
     ) -> None:
-        self.deployment = deployment
+        self.deployment, self.unreadable = deployment, Unreadable()
         self._clock = clock or time.time
         self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
         self._changed = Condition()  # notified by this object's own changes
@@ -126,12 +127,12 @@ class SqliteBackend(Backend):
     def get(self, table: Table, key: object) -> Value | None:
         """Return a record, or None."""
         with self._read() as connection:
-            return _Tables(connection, self.deployment).get(table, key)
+            return _Tables(connection, self).get(table, key)
 
     def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         """Return (key, record) by order and key."""
         with self._read() as connection:
-            return _Tables(connection, self.deployment).scan(table, within)
+            return _Tables(connection, self).scan(table, within)
 
     def decide(self, what: str, decision: Callable[[Change], T]) -> T:
         """Let a decision read and write in a transaction, which takes the write lock first."""
@@ -238,7 +239,7 @@ class SqliteBackend(Backend):
 
     def _written(self, decision: Callable[[Change], T]) -> tuple[T, list[int]]:
         with self._write() as connection:
-            change = Change(self._clock(), _Tables(connection, self.deployment))
+            change = Change(self._clock(), _Tables(connection, self))
             result = decision(change)
             ids = self._apply(connection, change)
         if change.is_awaited:
@@ -283,8 +284,9 @@ class SqliteBackend(Backend):
 class _Tables(Reader):
     """The tables of a deployment, over one connection."""
 
-    def __init__(self, connection: sqlite3.Connection, deployment: str) -> None:
-        self._connection, self._deployment = connection, deployment
+    def __init__(self, connection: sqlite3.Connection, backend: Backend) -> None:
+        self._connection, self._deployment = connection, backend.deployment
+        self.unreadable = backend.unreadable
 
     def get(self, table: Table, key: object) -> Value | None:
         row = self._connection.execute(_GET, (self._deployment, table.name, str(key))).fetchone()
