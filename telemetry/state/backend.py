@@ -270,7 +270,7 @@ def _number_first(key: str) -> tuple[int, str]:
     return (int(key), "") if key.isdigit() else (0, key)
 
 
-def text_of(value: Value) -> str:
+def text_of(value: Value, what: str = "a value of the store") -> str:
     """Return a record that is text as such.
 
     Raises:
@@ -279,7 +279,7 @@ def text_of(value: Value) -> str:
     try:
         return value if isinstance(value, str) else value.decode()
     except UnicodeDecodeError as exc:
-        raise StoreError(f"the store holds {_excerpt(value)}, expected text: {exc}") from exc
+        raise StoreError(f"{what} is {_excerpt(value)}, expected text: {exc}") from exc
 
 
 def number_in(value: Value | None, what: str) -> int:

@@ -134,5 +134,6 @@ def _number_and_hash(reader: Reader, name: str) -> tuple[int, str] | None:
     value = reader.get(HEAD, name)
     if not value:
         return None
-    number, _, digest = text_of(value).partition(" ")
-    return number_in(number, f"{name} of the store"), digest
+    what = f"the record {name!r} of the store"
+    number, _, digest = text_of(value, what).partition(" ")
+    return number_in(number, what), digest
