@@ -27,7 +27,7 @@ from eplb.migration.recovery import start_of
 from rebalance.types import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
-from telemetry.state.runs import STEP_THREAD
+from telemetry.state.runs import LEAST_SILENCE_S, STEP_THREAD
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
@@ -147,7 +147,8 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
         yield from () if is_over else _ranks(state)
         yield from _tokens(seen)
         yield from () if is_over else _progress(state)
-    if state.controller.why_none:
+    # A lease could not be renewed while the store did not answer or was full.
+    if state.controller.why_none and seen.answered_s > LEAST_SILENCE_S:
         yield _leaderless(state.controller)
     if state.uncounted_ranks:
         yield Symptom(
@@ -181,6 +182,12 @@ def _end(state: State) -> Death | None:
 
 
 def _disk(state: State) -> Iterator[Symptom]:
+    if state.store_full:
+        text = (
+            f"the store takes no changes, so nothing that ranks report since is known here: "
+            f"{state.store_full}"
+        )
+        yield Symptom("store-full", Grade.DEGRADED, text, is_ready=True)
     if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
         text = (
             f"the disk of the state folder is full: found {state.free_bytes / 1e6:.1f} MB free, "

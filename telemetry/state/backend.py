@@ -244,8 +244,16 @@ class Backend(Reader):
     def prune_log(self, before: float) -> int:
         """Remove the records of times below ``before``, and return how many."""
 
+    def why_full(self) -> str:
+        """Return why the back end has no room for changes; "": it takes them.
+
+        Raises:
+            StoreError: it cannot be asked.
+        """
+        return ""
+
     def make_room(self) -> bool:
-        """Give a full disk the room that is reserved for the kill switch; False: there is none."""
+        """Give a full store room for the kill switch; False: there is none to give."""
         return False
 
     @abstractmethod

@@ -47,6 +47,10 @@ class MemoryBackend(SqliteBackend):
             for table in ("entry", "event", "sample", "pruned"):
                 connection.execute(f"DELETE FROM {table}")
 
+    def why_full(self) -> str:
+        """There is no disk that could be full."""
+        return ""
+
     def make_room(self) -> bool:
         """There is no disk that could be full."""
         return False

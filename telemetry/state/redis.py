@@ -261,6 +261,26 @@ class RedisBackend(Backend):
 
     # -- the log
 
+    def why_full(self) -> str:
+        """Return why the server refuses changes for want of memory or disk; "": it takes them."""
+        try:
+            # A write that changes nothing, and is refused like any other.
+            self.link.write("HSETNX", self._state, "schema", SCHEMA_VERSION)
+        except LinkError as exc:
+            if exc.trouble in (Trouble.FULL, Trouble.NOT_SAVING):
+                return str(exc)
+            raise
+        return ""
+
+    def make_room(self) -> bool:
+        """Forget the oldest samples, which a full server lets go, until it takes a change."""
+        for stream in self._streams():
+            keys = [self._key("sampled"), self._key("samples", stream), self._key("times", stream)]
+            what, asked = f"room in run {stream!r}", (stream, "inf", _AT_ONCE)
+            while self.why_full() and int(self.link.run(what, PRUNE_SAMPLES, keys, asked)):
+                log.warning("run %s: forgot old samples, to have room for a change", stream)
+        return not self.why_full()
+
     def append(self, entries: Sequence[Entry]) -> int:
         """Add records to the log.
 

@@ -17,6 +17,7 @@ from threading import Condition
 from typing import Any, TypeVar
 
 from eplb.clock import Clock
+from eplb.errors import StoreError
 from telemetry.state.backend import (
     ALL,
     Backend,
@@ -29,10 +30,11 @@ from telemetry.state.backend import (
     Value,
     in_key_order,
 )
-from telemetry.state.sqlite_file import SqliteFile
+from telemetry.state.sqlite_file import SqliteFile, is_full
 from telemetry.state.unreadable import Unreadable
 
 _POLL_S = 0.02
+_PROBED = 1000  # characters that a change takes in a test for room
 _PRUNED_AT_ONCE = 500  # records of the log; a few milliseconds
 _MAX_ID = 2**63 - 1  # largest id of a row in SQLite
 
@@ -103,6 +105,7 @@ class SqliteBackend(Backend):
 
     Args:
         clock: seconds since the epoch.
+        low_bytes: room on the disk with more than which no change is refused.
 
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was
@@ -118,9 +121,10 @@ class SqliteBackend(Backend):
         *,
         busy_timeout_s: float = 10.0,
         clock: Clock | None = None,
+        low_bytes: float = 64e6,
     ) -> None:
         self.deployment, self.unreadable = deployment, Unreadable()
-        self._clock = clock or time.time
+        self._clock, self._low_bytes = clock or time.time, low_bytes
         self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
         self._changed = Condition()  # notified by this object's own changes
 
@@ -206,6 +210,20 @@ class SqliteBackend(Backend):
             num_pruned += num_new
             if num_new < _PRUNED_AT_ONCE:
                 return num_pruned
+
+    def why_full(self) -> str:
+        """Return why the disk has no room for changes; "": it has some, or plenty."""
+        if self._file.free_bytes() >= self._low_bytes:
+            return ""
+        try:
+            with self._write() as connection:  # what it writes, nobody sees
+                probe = (self.deployment, "probe", "")
+                connection.execute(_PUT, (*probe, None, "x" * _PROBED))
+                connection.execute(_DELETE, probe)
+        except StoreError as exc:
+            if is_full(exc.__cause__):
+                return str(exc)  # another error is told by those who write
+        return ""
 
     def make_room(self) -> bool:
         """Give a full disk the room that is reserved beside the file."""

@@ -76,6 +76,17 @@ class SqliteFile:
                 raise
         self.keep_room()
 
+    def free_bytes(self) -> int:
+        """Return the room on the disk of the file.
+
+        Raises:
+            StoreError: its folder is gone.
+        """
+        try:
+            return shutil.disk_usage(self.path.parent).free
+        except OSError as exc:
+            raise StoreError(f"store {self.path}: its disk cannot be asked: {exc}") from exc
+
     def make_room(self) -> bool:
         """Give the disk the room that is reserved; False: it was given already."""
         try:
@@ -291,6 +302,12 @@ def translated(path: Path, busy_timeout_s: float) -> Iterator[None]:
         yield
     except sqlite3.Error as exc:
         raise StoreError(f"store {path} {_in_words(exc, path, busy_timeout_s)}") from exc
+
+
+def is_full(exc: BaseException | None) -> bool:
+    """Whether an error of SQLite is a disk without room."""
+    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    return isinstance(exc, sqlite3.Error) and _primary_code(exc) in full
 
 
 def is_busy(exc: sqlite3.Error) -> bool:
