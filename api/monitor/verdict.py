@@ -144,7 +144,7 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
     else:
         # Ranks that were stopped on purpose are silent, and that is all right.
         is_over = (end := _end(state)) is not None and end.is_planned
-        yield from () if is_over else _ranks(state)
+        yield from () if is_over else _ranks(seen)
         yield from _tokens(seen)
         yield from () if is_over else _progress(state)
     # A lease could not be renewed while the store did not answer or was full.
@@ -223,7 +223,26 @@ def _clocks(state: State) -> Iterator[Symptom]:
         yield Symptom("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
 
 
-def _ranks(state: State) -> Iterator[Symptom]:
+def _unheard(seen: Reading) -> Iterator[Symptom]:
+    """Ranks that did not report since the store answers again: they serve, or died meanwhile."""
+    members = seen.state.members
+    unheard = [view for view in members if view.is_alive and _is_old(view)]
+    if unheard:
+        text = (
+            f"no report of {named_ranks(_numbers(unheard))} since the store answers again, "
+            f"{seen.answered_s:.0f} s ago: whether they serve is not known"
+        )
+        grade = Grade.BLIND if len(unheard) == len(members) else Grade.DEGRADED
+        since = _oldest(seen.state, unheard)
+        yield Symptom("store-unread", grade, text, ranks=_numbers(unheard), since=since)
+
+
+def _is_old(view: RankView) -> bool:
+    return view.age_s is not None and view.age_s > view.silent_after_s
+
+
+def _ranks(seen: Reading) -> Iterator[Symptom]:
+    state = seen.state
     yield from _clocks(state)
     if gone := tuple(view.rank for view in state.ranks if view.phase == GONE):
         num_ranks = len(state.members)
@@ -236,6 +255,8 @@ def _ranks(state: State) -> Iterator[Symptom]:
             is_ready=True,
             since=state.started,
         )
+    if not state.store_full:
+        yield from _unheard(seen)
     if not state.silent_ranks:
         return
     silent = [view for view in state.ranks if view.rank in state.silent_ranks]

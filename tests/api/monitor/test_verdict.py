@@ -68,6 +68,7 @@ ENDED = (rank(0, has_ended=True, **SILENT), rank(1, has_ended=True, **SILENT))
 CORDONED = (rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))
 DOWN = (process(ProcessState.BACK_OFF),)
 UNHEARD = (rank(0, age_s=44.0), rank(1, age_s=44.0))
+HALF_UNHEARD = (rank(0), rank(1, age_s=44.0))
 FULL = "Redis store is full, expected room below its maxmemory"
 LEADERLESS = leaderless(40.0)
 STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
@@ -100,6 +101,16 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
             "no token for 31 s.* 30 s; no step",  # a rank stopped after a step without a sample
         ),
         (seen(token_time=NOW - 56, answered_s=29.0), Grade.SERVING, "2 ranks serve"),
+        (
+            seen(ranks=UNHEARD, token_time=NOW - 56, answered_s=3.0),
+            Grade.BLIND,
+            "no report of ranks 0, 1 since the store answers again, 3 s ago: whether they serve",
+        ),
+        (
+            seen(ranks=HALF_UNHEARD, token_time=NOW - 56, answered_s=3.0),
+            Grade.DEGRADED,
+            "no report of rank 1 since the store answers again",
+        ),
         (
             seen(ranks=UNHEARD, token_time=NOW - 56, answered_s=0.0, store_full=FULL, **LEADERLESS),
             Grade.DEGRADED,
