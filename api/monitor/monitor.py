@@ -69,7 +69,7 @@ from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
 from telemetry.state.clock import StoreClock
 from telemetry.state.events import COMPILE, ENGINE_PLANS, Event, PlanEnd, pace_change, plan_end
-from telemetry.state.holder import shown
+from telemetry.state.holder import is_dead, shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
 from telemetry.state.membership import MembershipChange
@@ -655,7 +655,8 @@ def _progress_of(
 def _beat_view(announced: Announcement, now: float, answered_s: float) -> ProcessView:
     """Give a process by its heartbeat; whoever supervises it is not known here."""
     age_s = max(0.0, now - announced.time)
-    is_silent = min(age_s, answered_s) > MISSED_BEATS * announced.every_s
+    has_exited = is_dead(announced.process)
+    is_silent = has_exited or min(age_s, answered_s) > MISSED_BEATS * announced.every_s
     name, of = NAMES[announced.component], announced.name
     where = f"{name} of host {of}" if of.isdigit() else f"{name}, {shown(of)}"
     return ProcessView(
@@ -666,6 +667,7 @@ def _beat_view(announced: Announcement, now: float, answered_s: float) -> Proces
         is_late=is_silent,
         restarts=0,
         reason="",
+        has_exited=has_exited,
     )
 
 

@@ -24,6 +24,7 @@ from eplb.core.model import named_ranks, spans
 from eplb.errors import counted
 from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
+from eplb.versions import LAUNCHER
 from rebalance.types import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
@@ -163,6 +164,7 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
         text = f"the engine's own balancer plans, expected its plug-in: {state.engine_plans}"
         yield Symptom("engine-plans", Grade.DEGRADED, text, is_ready=True)
     yield from _processes(state)
+    yield from _launchers(state)
     yield from _waits(seen)
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
@@ -355,6 +357,10 @@ def _processes(state: State) -> Iterator[Symptom]:
         elif one.state is ProcessState.BACK_OFF:
             text = f"{one.name} is down and will be restarted: {one.reason}"
             yield Symptom("process-down", Grade.DEGRADED, text, is_ready=True, subject=one.name)
+        elif one.has_exited:
+            text = f"{one.name} has exited, expected it to run"
+            is_ready = one.kind != LAUNCHER
+            yield Symptom("process-down", Grade.DEGRADED, text, is_ready, subject=one.name)
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
@@ -364,6 +370,15 @@ def _processes(state: State) -> Iterator[Symptom]:
             yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since
             )
+
+
+def _launchers(state: State) -> Iterator[Symptom]:
+    """Launchers that have exited without an order, and their ranks with them."""
+    launchers = [one for one in state.supervision.processes if one.kind == LAUNCHER]
+    exited = [one for one in launchers if one.has_exited]
+    if exited and len(exited) == len(launchers):
+        text = f"{exited[0].name} has exited, and its ranks with it: start eplb launch again"
+        yield Symptom("process-down", Grade.STOPPED, text, subject=exited[0].name)
 
 
 def _waits(seen: Reading) -> Iterator[Symptom]:

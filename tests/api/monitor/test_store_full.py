@@ -1,12 +1,15 @@
-"""A store without room: what the verdict says, and what it leaves.
+"""A store without room, and a launcher that has exited: what the verdict says, and what it leaves.
 
 Nobody can report to a store that takes no changes, so silence proves nothing then.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +17,14 @@ import pytest
 from api.monitor.monitor import Monitor
 from api.monitor.state import Grade, Reading
 from api.monitor.verdict import unready
+from eplb.versions import LAUNCHER, Announcement
+from telemetry.state.holder import is_dead
+from telemetry.state.joining import HEARTBEAT_S
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.rank_reports import rank_report
 from tests.support.redis_servers import RedisProcess
-from tests.support.stores import StoreClock, redis_store
+from tests.support.stores import MemoryStore, StoreClock, redis_store
 from tests.support.two_ranks import FIRST, begin_run
 
 ENOUGH = "500000000"
@@ -75,3 +81,33 @@ def test_ranks_and_controller_are_not_told_as_silent_while_redis_is_full(
         silent = look(monitor).state
         assert silent.verdict is Grade.BLIND
         assert "silent ranks: 0, 1" in silent.reason
+
+
+@pytest.fixture
+def exited() -> str:
+    """The name of a process that has exited on this host."""
+    script = "from telemetry.state.holder import new_holder; print(new_holder())"
+    return subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_launcher_that_has_exited_stops_a_deployment_of_one_host_at_once(
+    store_clock: StoreClock, exited: str
+) -> None:
+    store = MemoryStore("d", clock=store_clock)
+    begin_run(store, "a", store_clock.now, window_steps=2)
+    store.commit(FIRST, expected=None, reason="start")
+    serve(store, 0, store_clock.now)
+    monitor = Monitor(store, clock=store_clock)
+    launcher = Announcement(LAUNCHER, "0", every_s=HEARTBEAT_S)
+    store.announce(launcher)
+    assert look(monitor).state.verdict is Grade.SERVING
+
+    assert is_dead(exited)
+    store.announce(replace(launcher, process=exited))
+    seen = look(monitor)
+
+    assert seen.state.verdict is Grade.STOPPED
+    assert "the launcher of host 0 has exited, and its ranks with it" in seen.state.reason
+    assert unready(seen) is not None
