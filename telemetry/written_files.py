@@ -1,4 +1,7 @@
-"""Files written whole or not at all; devices, pipes and descriptors written through."""
+"""Files written whole or not at all; devices, pipes and descriptors written through.
+
+What a deployment keeps on a host is of one user: folders of mode 0700, files of 0600.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import errno
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 
 from eplb.errors import ConfigError
 
+STATE_FOLDER = "the state folder"
 STREAM = re.compile(r"(?:/proc/self|/proc/\d+|/dev)/fd/(\d+)")
 
 
@@ -89,6 +94,46 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file, which is for this user alone where it is new."""
+    return os.open(path, flags, 0o600)
+
+
+def make_own_folder(path: Path, what: str = STATE_FOLDER) -> None:
+    """Make a folder for this user alone, unless it is there; then ``check_own``.
+
+    Raises:
+        OSError: it cannot be made.
+        ConfigError: as ``check_own``.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(path, what)
+
+
+def check_own(path: Path, what: str = STATE_FOLDER) -> None:
+    """Refuse a file or folder that another user could have written; nothing is there: none is.
+
+    Root may write anywhere. A group is let in where its folder says so.
+
+    Raises:
+        ConfigError: it is of another user, or every user may write to it.
+    """
+    try:
+        seen = path.stat()
+    except OSError:
+        return  # who opens it tells
+    if seen.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{what} {path} belongs to user {seen.st_uid}, expected user {os.geteuid()}, who runs "
+            "this, or root: keys and settings in it would be that user's"
+        )
+    if seen.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{what} {path} has mode {stat.S_IMODE(seen.st_mode):04o}, expected one that keeps "
+            f"other users from writing: chmod o-w {path}"
+        )
 
 
 def file_digest(path: Path) -> str:

@@ -32,9 +32,10 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from api.access.keys import Role, private
+from api.access.keys import Role
 from eplb.declared import Meaning
 from eplb.errors import EplbError, StoreError
+from telemetry.written_files import make_own_folder, private
 
 if TYPE_CHECKING:
     from telemetry.state.store import StateStore
@@ -116,7 +117,7 @@ class Audit:
             detail=entry.detail[:MOST_TEXT],
         )
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_own_folder(self.path.parent)
             with open(self.path, "a+b", opener=private) as file:
                 flock(file, LOCK_EX)
                 repair = self._move_partial_line(file.fileno(), entry)

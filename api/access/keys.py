@@ -27,6 +27,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from eplb.errors import ConfigError
+from telemetry.written_files import check_own, make_own_folder, private
 
 KEYS_FILE = "access-keys.json"  # in the state folder
 VERSION = 1
@@ -166,7 +167,7 @@ class AccessKeys:
     @contextmanager
     def _changing(self) -> Iterator[dict[str, AccessKey]]:
         """Change the keys while no other process does, and write them in one piece."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(self.path.parent)
         with open(f"{self.path}.lock", "w", opener=private) as lock:
             flock(lock, LOCK_EX)
             self._stamp = None
@@ -191,6 +192,7 @@ class AccessKeys:
         stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
         if stamp == self._stamp:
             return
+        check_own(self.path, "the file of access keys")
         if found.st_mode & 0o077:
             raise ConfigError(
                 f"{self.path} has mode {found.st_mode & 0o777:o}, expected 600: others can read it"
@@ -212,8 +214,3 @@ class AccessKeys:
                 "file the service is open to this host alone"
             ) from exc
         self._stamp = stamp
-
-
-def private(path: str, flags: int) -> int:
-    """Open a file for this user alone."""
-    return os.open(path, flags, 0o600)

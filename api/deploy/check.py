@@ -28,6 +28,7 @@ from rebalance.assembly.places import holder_of
 from rebalance.weights.link.secret import Secret
 from telemetry.state.joining import check_versions, claims_elsewhere, serving
 from telemetry.state.store import StateStore
+from telemetry.written_files import make_own_folder
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def check_places(deployment: Deployment, host: int) -> Iterator[Finding]:
 def check_state_folder(path: Path) -> Finding:
     """Find out whether journals and spools can be written."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_own_folder(path)
         probe = path / f"check.{os.getpid()}.unfinished"
         probe.touch()
         probe.unlink()

@@ -28,6 +28,7 @@ from rebalance.weights.link.secret import Secret, SecretSettings, deployment_sec
 from telemetry import file_of, open_store
 from telemetry.state.live import Value
 from telemetry.state.store import StateStore, without_password
+from telemetry.written_files import check_own
 
 if TYPE_CHECKING:
     from rebalance.assembly.description import DeploymentDescription
@@ -178,7 +179,7 @@ class Deployment:
             StoreError: it cannot be used.
         """
         if (path := file_of(self.store_url)) is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return open_store(self.store_url, self.name)
 
     def ranks_of(self, host: int) -> range:
@@ -306,8 +307,9 @@ def secret_of(settings: Settings, environ: Mapping[str, str], *, makes: bool = T
     """Read the secret of a deployment.
 
     Raises:
-        ConfigError: as ``deployment_secret``.
+        ConfigError: as ``deployment_secret``, or the state folder is not this user's.
     """
+    check_own(settings.deployment.state_dir)
     http = settings.http
     addresses = {f"topology.hosts[{host}]": one for host, one in enumerate(settings.topology.hosts)}
     addresses["http.host"] = http.host

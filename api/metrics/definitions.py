@@ -125,6 +125,8 @@ def _health(seen: Reading) -> Iterator[Metric]:
         *("time", "agg"),
     )
     yield _gauge("state_free_bytes", "Room on the disk of the state folder.", state.free_bytes)
+    full_help = "1 while the store takes no changes: its memory or disk is full."
+    yield _gauge("store_full", full_help, bool(state.store_full))
     waiting_help = "Lines of the audit that its file could not take; the store has them."
     yield _gauge("audit_waiting", waiting_help, state.audit_waiting)
     yield _gauge("paused", "1 while movement is switched off.", not state.movement)

@@ -69,7 +69,7 @@ from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
 from telemetry.state.clock import StoreClock
 from telemetry.state.events import COMPILE, ENGINE_PLANS, Event, PlanEnd, pace_change, plan_end
-from telemetry.state.holder import shown
+from telemetry.state.holder import is_dead, shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
 from telemetry.state.membership import MembershipChange
@@ -77,6 +77,7 @@ from telemetry.state.placements import CommittedPlacement
 from telemetry.state.proposals import Proposal
 from telemetry.state.runs import (
     HAS_ENDED,
+    LEAST_SILENCE_S,
     STEP_MS,
     STEP_TIMES,
     WAIT_MS,
@@ -144,6 +145,7 @@ class Monitor:
         self._is_read = self._has_proposals = False  # _has_proposals: new since the last read
         self._has_failed, self._answers_since = False, -inf  # when the store answered again
         self._proposals: list[Proposal] = []
+        self._full, self._full_until = "", -inf  # why the store takes no changes, and until when
         self._audit_waiting, self._free_bytes = 0, _free_bytes(folder)
         self._follow(None)
 
@@ -186,6 +188,7 @@ class Monitor:
                     self._read_runs_before(info)
                 self._follow(info)
             self._read_small()
+            self._look_for_room()
             self._outages.clamp(self.clock())
             if self._info is not None:
                 self._states = self.store.rank_states(self._info.run)
@@ -222,6 +225,21 @@ class Monitor:
             found = {one.component: one.version for one in serving(self.store, now)}
             caches = [one for one in self._beats if one.component == HOST_CACHE]
             self._versions = found | {f"{HOST_CACHE} {one.name}": one.version for one in caches}
+
+    def _look_for_room(self) -> None:
+        """Note whether the store takes changes: nobody can report to one that is full.
+
+        One that was full counts as such until somebody has written to it again.
+        """
+        now, full = self.clock(), self.store.backend.why_full()
+        if full:
+            self._full, self._full_until = full, now
+            self._answers_since = now
+        elif self._full and (
+            any(state.time > self._full_until for state in self._states)
+            or now - self._full_until > LEAST_SILENCE_S
+        ):
+            self._full = ""
 
     def _read_runs_before(self, latest: RunInfo) -> None:
         """Read what the store has of the runs from the one that was followed to the latest."""
@@ -437,6 +455,7 @@ class Monitor:
             reason="",
             problems=(),
             unread="",
+            store_full=self._full,
             deployment=self.store.deployment,
             groups=self._groups,
             time=now,
@@ -636,7 +655,8 @@ def _progress_of(
 def _beat_view(announced: Announcement, now: float, answered_s: float) -> ProcessView:
     """Give a process by its heartbeat; whoever supervises it is not known here."""
     age_s = max(0.0, now - announced.time)
-    is_silent = min(age_s, answered_s) > MISSED_BEATS * announced.every_s
+    has_exited = is_dead(announced.process)
+    is_silent = has_exited or min(age_s, answered_s) > MISSED_BEATS * announced.every_s
     name, of = NAMES[announced.component], announced.name
     where = f"{name} of host {of}" if of.isdigit() else f"{name}, {shown(of)}"
     return ProcessView(
@@ -647,6 +667,7 @@ def _beat_view(announced: Announcement, now: float, answered_s: float) -> Proces
         is_late=is_silent,
         restarts=0,
         reason="",
+        has_exited=has_exited,
     )
 
 

@@ -56,6 +56,7 @@ FindingKind = Literal[
     "start-waits",
     "rank-frozen",
     "disk-full",
+    "store-full",
     "audit-waits",
     "unbalanced",
     "migrations-fail",
@@ -256,6 +257,9 @@ class State:
         tuple[str, ...], Meaning("all that is wrong, the worst first; empty: nothing is wrong")
     ]
     unread: Annotated[str, Meaning("why the answer is old; empty: the store answers")]
+    store_full: Annotated[
+        str, Meaning("why the store takes no changes, reports of ranks among them; empty: it does")
+    ]
     deployment: str
     groups: Annotated[
         tuple[str, ...], Meaning("deployments of its EP groups; empty: it is one group")

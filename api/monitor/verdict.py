@@ -24,10 +24,11 @@ from eplb.core.model import named_ranks, spans
 from eplb.errors import counted
 from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
+from eplb.versions import LAUNCHER
 from rebalance.types import SWITCHED_OFF
 from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
 from telemetry.state.holder import is_dead, shown
-from telemetry.state.runs import STEP_THREAD
+from telemetry.state.runs import LEAST_SILENCE_S, STEP_THREAD
 from telemetry.state.store import StateStore
 
 CLOCK_TOLERANCE_S = 1.0
@@ -144,10 +145,11 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
     else:
         # Ranks that were stopped on purpose are silent, and that is all right.
         is_over = (end := _end(state)) is not None and end.is_planned
-        yield from () if is_over else _ranks(state)
+        yield from () if is_over else _ranks(seen)
         yield from _tokens(seen)
         yield from () if is_over else _progress(state)
-    if state.controller.why_none:
+    # A lease could not be renewed while the store did not answer or was full.
+    if state.controller.why_none and seen.answered_s > LEAST_SILENCE_S:
         yield _leaderless(state.controller)
     if state.uncounted_ranks:
         yield Symptom(
@@ -162,6 +164,7 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
         text = f"the engine's own balancer plans, expected its plug-in: {state.engine_plans}"
         yield Symptom("engine-plans", Grade.DEGRADED, text, is_ready=True)
     yield from _processes(state)
+    yield from _launchers(state)
     yield from _waits(seen)
     if frozen := [view for view in state.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
@@ -181,6 +184,12 @@ def _end(state: State) -> Death | None:
 
 
 def _disk(state: State) -> Iterator[Symptom]:
+    if state.store_full:
+        text = (
+            f"the store takes no changes, so nothing that ranks report since is known here: "
+            f"{state.store_full}"
+        )
+        yield Symptom("store-full", Grade.DEGRADED, text, is_ready=True)
     if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
         text = (
             f"the disk of the state folder is full: found {state.free_bytes / 1e6:.1f} MB free, "
@@ -216,7 +225,26 @@ def _clocks(state: State) -> Iterator[Symptom]:
         yield Symptom("clocks-differ", Grade.SERVING, text, is_ready=True, ranks=_numbers(off))
 
 
-def _ranks(state: State) -> Iterator[Symptom]:
+def _unheard(seen: Reading) -> Iterator[Symptom]:
+    """Ranks that did not report since the store answers again: they serve, or died meanwhile."""
+    members = seen.state.members
+    unheard = [view for view in members if view.is_alive and _is_old(view)]
+    if unheard:
+        text = (
+            f"no report of {named_ranks(_numbers(unheard))} since the store answers again, "
+            f"{seen.answered_s:.0f} s ago: whether they serve is not known"
+        )
+        grade = Grade.BLIND if len(unheard) == len(members) else Grade.DEGRADED
+        since = _oldest(seen.state, unheard)
+        yield Symptom("store-unread", grade, text, ranks=_numbers(unheard), since=since)
+
+
+def _is_old(view: RankView) -> bool:
+    return view.age_s is not None and view.age_s > view.silent_after_s
+
+
+def _ranks(seen: Reading) -> Iterator[Symptom]:
+    state = seen.state
     yield from _clocks(state)
     if gone := tuple(view.rank for view in state.ranks if view.phase == GONE):
         num_ranks = len(state.members)
@@ -229,6 +257,8 @@ def _ranks(state: State) -> Iterator[Symptom]:
             is_ready=True,
             since=state.started,
         )
+    if not state.store_full:
+        yield from _unheard(seen)
     if not state.silent_ranks:
         return
     silent = [view for view in state.ranks if view.rank in state.silent_ranks]
@@ -327,6 +357,10 @@ def _processes(state: State) -> Iterator[Symptom]:
         elif one.state is ProcessState.BACK_OFF:
             text = f"{one.name} is down and will be restarted: {one.reason}"
             yield Symptom("process-down", Grade.DEGRADED, text, is_ready=True, subject=one.name)
+        elif one.has_exited:
+            text = f"{one.name} has exited, expected it to run"
+            is_ready = one.kind != LAUNCHER
+            yield Symptom("process-down", Grade.DEGRADED, text, is_ready, subject=one.name)
         elif one.is_late and one.report_age_s is not None:
             text = f"no report from {one.name} for {one.report_age_s:.1f} s"
             what = f"{text}: it hangs or is not running"
@@ -336,6 +370,15 @@ def _processes(state: State) -> Iterator[Symptom]:
             yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since
             )
+
+
+def _launchers(state: State) -> Iterator[Symptom]:
+    """Launchers that have exited without an order, and their ranks with them."""
+    launchers = [one for one in state.supervision.processes if one.kind == LAUNCHER]
+    exited = [one for one in launchers if one.has_exited]
+    if exited and len(exited) == len(launchers):
+        text = f"{exited[0].name} has exited, and its ranks with it: start eplb launch again"
+        yield Symptom("process-down", Grade.STOPPED, text, subject=exited[0].name)
 
 
 def _waits(seen: Reading) -> Iterator[Symptom]:

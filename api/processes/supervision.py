@@ -153,6 +153,9 @@ class ProcessView:
     work: Annotated[
         str, Meaning("what it reports of its start; empty: it is not starting, or reports nothing")
     ] = ""
+    has_exited: Annotated[
+        bool, Meaning("its process is known to have ended without an order: one of this host")
+    ] = False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Arrivals:
     def __init__(self, store: StateStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._group: ServingGroup | None = None
+        self._skipped: dict[str, int] = {}
 
     def follow(self) -> ServingGroup | None:
         """Fold what is new of the run that serves now; None before the first one."""
@@ -53,6 +54,16 @@ class Arrivals:
             for _ in self._group.read():
                 pass  # plans are made of the folder's windows, not of single samples
         return self._group
+
+    def report_skipped(self) -> None:
+        """Write an event about records other than samples that cannot be read, if any are new."""
+        skipped = self._store.skipped()
+        if skipped == self._skipped:
+            return
+        self._skipped = skipped
+        counts = ", ".join(f"{number} in {kind}" for kind, number in skipped.items())
+        message = f"records of the store are damaged, or of an unknown version: {counts}"
+        self._store.add_event("error", {"where": "store", "message": message})
 
     def report_rejected(self) -> None:
         """Write an event about rejected samples, if there are new ones and a report is due."""

@@ -152,6 +152,7 @@ class Controller:
     def _lead(self, group: ServingGroup) -> None:
         """Watch a migration, work off tasks, plan, and keep what is old."""
         self._arrivals.report_rejected()
+        self._arrivals.report_skipped()
         self._follow_live_settings(group)
         open_migration = self._store.published()
         if open_migration is not None:

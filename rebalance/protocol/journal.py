@@ -24,6 +24,7 @@ from eplb.clock import Clock
 from eplb.core.bounded_json import decode_json
 from rebalance.protocol.ballot import Ballot, Verdict
 from rebalance.protocol.phases import Phase, RankPhase
+from telemetry.written_files import private
 
 JOURNAL_FOLDER = "journal"  # in the state folder
 CLOSE_DEADLINE_S = 5.0
@@ -132,10 +133,10 @@ class Journal:
             return taken
 
     def _append(self, lines: bytes) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size > self._max_bytes:
             self.path.replace(self.path.with_suffix(".jsonl.1"))
-        with self.path.open("ab+", buffering=0) as file:
+        with open(self.path, "ab+", buffering=0, opener=private) as file:
             if file.tell() and not _ends_whole(self.path):
                 lines = b"\n" + lines  # a torn line must not spoil the next
             file.write(lines)

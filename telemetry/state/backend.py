@@ -19,8 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import ClassVar, NamedTuple, TypeVar
 
+from eplb.errors import StoreError
+from telemetry.state.unreadable import Unreadable
+
 T = TypeVar("T")
 Value = str | bytes  # a record: text, or packed
+_GREATEST_ID = 2**63 - 1
+_SHOWN = 80  # characters of a value that is not what it should be
 GAP = 1000  # more numbers than a server gives out in what it may lose in a crash
 
 
@@ -80,6 +85,8 @@ class Write(NamedTuple):
 class Reader(ABC):
     """What can be read of a deployment's tables."""
 
+    unreadable: Unreadable  # counts the records that whoever reads the deployment skips
+
     @abstractmethod
     def get(self, table: Table, key: object) -> Value | None:
         """Return a record, or None."""
@@ -107,6 +114,7 @@ class Change(Reader):
         head: Mapping[str, Value] | None = None,
     ) -> None:
         self.time, self._reader, self._server, self._head = time, reader, server, head
+        self.unreadable = reader.unreadable
         self.writes: dict[tuple[Table, str], Write] = {}
         self.events: list[tuple[str, str]] = []  # kind, detail
         self.is_awaited = False  # readers wait for it
@@ -156,7 +164,7 @@ class Change(Reader):
         """
         given_by = self.get(HEAD, f"server_of_{counter}")
         gap = 0 if given_by is None or text_of(given_by) == self._server else GAP
-        return int(self.get(HEAD, f"last_{counter}") or 0) + gap
+        return number_in(self.get(HEAD, f"last_{counter}"), f"the last {counter}") + gap
 
     def next(self, counter: str) -> int:
         """Give out the next number of a counter."""
@@ -236,8 +244,16 @@ class Backend(Reader):
     def prune_log(self, before: float) -> int:
         """Remove the records of times below ``before``, and return how many."""
 
+    def why_full(self) -> str:
+        """Return why the back end has no room for changes; "": it takes them.
+
+        Raises:
+            StoreError: it cannot be asked.
+        """
+        return ""
+
     def make_room(self) -> bool:
-        """Give a full disk the room that is reserved for the kill switch; False: there is none."""
+        """Give a full store room for the kill switch; False: there is none to give."""
         return False
 
     @abstractmethod
@@ -262,6 +278,44 @@ def _number_first(key: str) -> tuple[int, str]:
     return (int(key), "") if key.isdigit() else (0, key)
 
 
-def text_of(value: Value) -> str:
-    """Return a record that is text as such."""
-    return value if isinstance(value, str) else value.decode()
+def text_of(value: Value, what: str = "a value of the store") -> str:
+    """Return a record that is text as such.
+
+    Raises:
+        StoreError: it is no text.
+    """
+    try:
+        return value if isinstance(value, str) else value.decode()
+    except UnicodeDecodeError as exc:
+        raise StoreError(f"{what} is {_excerpt(value)}, expected text: {exc}") from exc
+
+
+def number_in(value: Value | None, what: str) -> int:
+    """Return the whole number that a record is; 0: there is none, or an empty one.
+
+    Raises:
+        StoreError: it is something else.
+    """
+    try:
+        number = int(value or 0)
+    except ValueError:
+        number = _GREATEST_ID + 1
+    if abs(number) > _GREATEST_ID:
+        raise StoreError(f"{what} is {_excerpt(value)}, expected a whole number below 2**63")
+    return number
+
+
+def packed(value: Value, what: str) -> bytes:
+    """Return a record that is packed as such.
+
+    Raises:
+        StoreError: it is text.
+    """
+    if isinstance(value, bytes):
+        return value
+    raise StoreError(f"{what} is the text {_excerpt(value)}, expected a packed record")
+
+
+def _excerpt(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

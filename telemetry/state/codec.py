@@ -9,16 +9,18 @@ is unknown here: only another version of this program can have written it.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import EplbError, StoreError
 
 T = TypeVar("T")
 Text = str | bytes
+_GREATEST_FLOAT, _GREATEST_INT = sys.float_info.max, 2**64 - 1
 
 
 class _NotOfType(Exception):
@@ -44,12 +46,16 @@ def from_json(text: Text, what: str) -> dict[str, Any]:
         StoreError: there is none.
     """
     try:
-        record = json.loads(text)
-    except ValueError as exc:
+        record = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as exc:
         raise StoreError(f"{what} is not JSON: {exc}") from exc
     if not isinstance(record, dict):
         raise StoreError(f"{what} is {type(record).__name__}, expected a JSON object")
     return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"found {name}, expected a number")
 
 
 def as_stored(details: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +82,7 @@ def from_record(cls: type[T], record: object, what: str) -> T:
         made: T = _reader(cls)(record)  # type: ignore[arg-type]  # a class is hashable
     except _NotOfType as exc:
         raise StoreError(f"{what}{exc}") from exc
-    except ConfigError as exc:  # the type refuses its own values
+    except (EplbError, TypeError, ValueError, KeyError) as exc:  # the type refuses its own values
         raise StoreError(f"{what}: {exc}") from exc
     return made
 
@@ -137,9 +143,9 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
             lambda found: {key: item(value) for key, value in found.items()},
         )
     if hint is float:
-        return _Scalar(hint, lambda v: isinstance(v, (int, float)) and not isinstance(v, bool))
+        return _Scalar(hint, lambda v: type(v) in (int, float) and abs(v) <= _GREATEST_FLOAT)
     if hint is int:
-        return _Scalar(hint, lambda v: isinstance(v, int) and not isinstance(v, bool))
+        return _Scalar(hint, lambda v: type(v) is int and abs(v) <= _GREATEST_INT)
     return _Scalar(hint, lambda value: isinstance(value, NoneType if hint is None else hint))
 
 
@@ -176,6 +182,8 @@ class _Record:
         self._readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
 
     def __call__(self, record: Any) -> Any:
+        if isinstance(record, self._cls):  # packed beside the rest, and unpacked before
+            return record
         readers = self._readers
         if not isinstance(record, Mapping):
             raise _NotOfType(f" is {record!r}, expected an object of {', '.join(readers)}")

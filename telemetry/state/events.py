@@ -19,7 +19,7 @@ from typing import Annotated, Literal, TypeVar
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
 from eplb.migration.build import Migration
-from telemetry.state.backend import Change, JournalLine, Range, Table, text_of
+from telemetry.state.backend import Change, JournalLine, Range, Table, Value, number_in, text_of
 from telemetry.state.codec import from_json, from_record, to_json
 from telemetry.state.part import Part, Records
 from telemetry.state.runs import Details
@@ -143,13 +143,20 @@ class EventPart(Part):
         self.backend.prune(OUTAGES.table, outage.end - KEPT_OUTAGES_S)
 
     def events(self, *, after: int = 0, limit: int = 1000) -> list[Event]:
-        """Return events past the id ``after``, oldest first."""
-        return list(map(_event_of, self.backend.journal(after=after, limit=limit)))
+        """Return events past the id ``after``, oldest first; none only where no more follow."""
+        while lines := self.backend.journal(after=after, limit=limit):
+            if events := self._readable(lines):
+                return events
+            after = lines[-1].id
+        return []
 
     def latest_events(self, *, before: int | None = None, limit: int = 1000) -> list[Event]:
         """Return events below the id ``before``, newest first; None: from the newest on."""
-        lines = self.backend.journal(before=before, limit=limit, newest_first=True)
-        return list(map(_event_of, lines))
+        while lines := self.backend.journal(before=before, limit=limit, newest_first=True):
+            if events := self._readable(lines):
+                return events
+            before = lines[-1].id
+        return []
 
     def events_onwards(self, after: int = 0) -> Iterator[Event]:
         """Give events past an id, oldest first, a page at a time as long as more are asked."""
@@ -163,6 +170,10 @@ class EventPart(Part):
         while page := self.latest_events(before=before):
             yield from (event for event in page if kinds is None or event.kind in kinds)
             before = page[-1].id
+
+    def _readable(self, lines: list[JournalLine]) -> list[Event]:
+        named = [(line.id, line) for line in lines]
+        return [event for _, event in self.backend.unreadable.readable(named, _event_of, "event")]
 
     def prune_events(self, keep: int) -> int:
         """Forget all but the latest ``keep`` events, and return how many; ids are not reused."""
@@ -178,7 +189,9 @@ class EventPart(Part):
 
     def audit_lines(self) -> list[tuple[int, str]]:
         """Return the lines of the audit that are not in its file, by number."""
-        return [(int(number), text_of(one)) for number, one in self.backend.scan(AUDIT_LINES)]
+        lines = [(number, (number, text)) for number, text in self.backend.scan(AUDIT_LINES)]
+        readable = self.backend.unreadable.readable(lines, _audit_line_of, "audit line")
+        return [line for _, line in readable]
 
     def forget_audit_lines(self, last: int) -> None:
         """Forget the lines up to a number, which are in the file."""
@@ -220,6 +233,11 @@ def _reader_of(kind: str, cls: type[T]) -> Callable[[Event], T | None]:
 plan_offer = _reader_of("publish", PlanOffer)
 outage_of = _reader_of(OUTAGE, Outage)
 pace_change = _reader_of(JUDGED_PACE, PaceChange)
+
+
+def _audit_line_of(record: tuple[str, Value]) -> tuple[int, str]:
+    number, text = record
+    return number_in(number, "the number of an audit line"), text_of(text)
 
 
 def _event_of(line: JournalLine) -> Event:

@@ -15,6 +15,7 @@ from eplb.clock import Clock
 from eplb.errors import StoreError
 from telemetry.state.sqlite import SqliteBackend
 from telemetry.state.sqlite_file import make_tables, transaction
+from telemetry.state.unreadable import Unreadable
 
 
 class MemoryBackend(SqliteBackend):
@@ -27,7 +28,8 @@ class MemoryBackend(SqliteBackend):
     kind = "memory"
 
     def __init__(self, deployment: str, *, clock: Clock | None = None) -> None:
-        self.deployment, self._clock = deployment, clock or time.time
+        self.deployment, self.unreadable = deployment, Unreadable()
+        self._clock = clock or time.time
         self._changed, self._lock, self._is_closed = Condition(), RLock(), False
         self._database = sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=256
@@ -44,6 +46,10 @@ class MemoryBackend(SqliteBackend):
         with self._write() as connection:
             for table in ("entry", "event", "sample", "pruned"):
                 connection.execute(f"DELETE FROM {table}")
+
+    def why_full(self) -> str:
+        """There is no disk that could be full."""
+        return ""
 
     def make_room(self) -> bool:
         """There is no disk that could be full."""

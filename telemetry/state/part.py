@@ -6,12 +6,25 @@ Single    one of them, in HEAD
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
 from eplb.migration.recovery import Recovery
-from telemetry.state.backend import ALL, HEAD, Backend, Change, Range, Reader, Table, Value, text_of
+from telemetry.state.backend import (
+    ALL,
+    HEAD,
+    NEWEST,
+    Backend,
+    Change,
+    Range,
+    Reader,
+    Table,
+    Value,
+    number_in,
+    text_of,
+)
 from telemetry.state.codec import decode, to_json
 
 T = TypeVar("T")
@@ -34,7 +47,10 @@ decode_again = lru_cache(maxsize=64)(decode)
 
 @dataclass(frozen=True)
 class Records(Generic[T]):
-    """A table of frozen dataclasses of one type. What reads one raises StoreError if it cannot."""
+    """A table of frozen dataclasses of one type.
+
+    What reads one by its key raises StoreError if it cannot; of many, it skips and counts it.
+    """
 
     cls: type[T]
     table: Table
@@ -51,7 +67,18 @@ class Records(Generic[T]):
 
     def scan(self, reader: Reader, within: Range = ALL) -> list[T]:
         """Return records by order and key."""
-        return [self._decoded(key, text) for key, text in reader.scan(self.table, within)]
+        return self.readable(reader, reader.scan(self.table, within))
+
+    def readable(self, reader: Reader, records: Sequence[tuple[str, Value]]) -> list[T]:
+        """Return those of (key, record) that can be read; the others are skipped and counted."""
+        named = [(key, (key, text)) for key, text in records]
+        readable = reader.unreadable.readable(named, lambda r: self._decoded(*r), self.table.name)
+        return [record for _, record in readable]
+
+    def newest(self, reader: Reader) -> T | None:
+        """Return the record of the greatest order, or None where there is none."""
+        records = reader.scan(self.table, NEWEST)
+        return self._decoded(*records[0]) if records else None
 
     def put(self, change: Change, key: object, record: T, order: float | None = None) -> None:
         """Set a record."""
@@ -88,23 +115,25 @@ RECOVERY = Single(Recovery, "recovery", "the record of a recovery")
 
 def committed_in(reader: Reader) -> tuple[int, str] | None:
     """Return generation and hash of the committed placement."""
-    return _number_and_hash(reader.get(HEAD, COMMITTED))
+    return _number_and_hash(reader, COMMITTED)
 
 
 def open_plan_in(reader: Reader) -> tuple[int, str] | None:
     """Return plan id and digest of the open migration."""
-    return _number_and_hash(reader.get(HEAD, OPEN_PLAN))
+    return _number_and_hash(reader, OPEN_PLAN)
 
 
 def epoch_in(reader: Reader) -> int:
     """Return the number of the group that started or was recorded last; 0 before the first."""
     latest = RECOVERY.get(reader)
-    started = int(text_of(reader.get(HEAD, STARTED) or "0"))
+    started = number_in(reader.get(HEAD, STARTED), "the number of the group that started last")
     return started if latest is None else max(latest.membership, started)
 
 
-def _number_and_hash(value: Value | None) -> tuple[int, str] | None:
+def _number_and_hash(reader: Reader, name: str) -> tuple[int, str] | None:
+    value = reader.get(HEAD, name)
     if not value:
         return None
-    number, _, digest = text_of(value).partition(" ")
-    return int(number), digest
+    what = f"the record {name!r} of the store"
+    number, _, digest = text_of(value, what).partition(" ")
+    return number_in(number, what), digest

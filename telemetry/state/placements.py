@@ -24,8 +24,18 @@ from eplb.migration.serialisation import (
     placement_from_bytes,
     placement_to_bytes,
 )
-from telemetry.state.backend import HEAD, Change, Range, Table, Value, text_of
-from telemetry.state.codec import pack, unpack
+from telemetry.state.backend import (
+    HEAD,
+    Change,
+    Range,
+    Reader,
+    Table,
+    Value,
+    number_in,
+    packed,
+    text_of,
+)
+from telemetry.state.codec import from_record, pack, unpack
 from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, PlanEnd, PlanOffer, PlanOutcome, note
 from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
@@ -107,7 +117,8 @@ class PlacementPart(Part):
         """Return committed placements below the generation ``before``, newest first; None: all."""
         below = inf if before is None else before
         records = self.backend.scan(PLACEMENTS, Range(-inf, below, limit, newest_first=True))
-        return [_placement_of(record) for _, record in records]
+        readable = self.backend.unreadable.readable(records, _placement_of, "placement")
+        return [line for _, line in readable]
 
     def commit(
         self,
@@ -196,7 +207,7 @@ class PlacementPart(Part):
         plan_id = migration.plan_id
         if plan_id < 1:
             raise StoreError(f"plan id {plan_id} cannot be published, expected 1 or more")
-        packed = migration_to_bytes(migration)
+        record = migration_to_bytes(migration)
 
         def decision(change: Change) -> None:
             check_fence(change, fence)
@@ -205,7 +216,7 @@ class PlacementPart(Part):
                 raise StaleGeneration(
                     f"plan {plan_id} cannot be published: plan {open_plan[0]} is open"
                 )
-            if plan_id <= (newest := int(change.get(HEAD, NEWEST_PLAN) or 0)):
+            if plan_id <= (newest := _newest_plan_in(change)):
                 raise StaleGeneration(
                     f"plan id {plan_id} cannot be published: the latest was {newest}, expected a "
                     "later one, from next_plan_id"
@@ -213,9 +224,9 @@ class PlacementPart(Part):
             _check_base(migration, committed_in(change))
             if approval is not None:
                 approve(change, approval, plan_id)
-            change.put(MIGRATION, plan_id, packed)
+            change.put(MIGRATION, plan_id, record)
             change.put(HEAD, NEWEST_PLAN, str(plan_id))
-            change.put(HEAD, OPEN_PLAN, _name_of(plan_id, packed))
+            change.put(HEAD, OPEN_PLAN, _name_of(plan_id, record))
             if plan_id > change.last("plan_id"):
                 change.give_out("plan_id", plan_id)
             note(change, "publish", PlanOffer.of(migration))
@@ -242,8 +253,9 @@ class PlacementPart(Part):
                 record = self.backend.get(MIGRATION, plan_id)
                 read = _name_of(plan_id, record)
                 if read == named:
-                    assert isinstance(record, bytes), "migrations are packed"
-                    self._last_published = named, migration_from_bytes(record)
+                    assert record is not None, "a record that is missing has no name"
+                    content = migration_from_bytes(packed(record, "the open migration"))
+                    self._last_published = named, content
         raise StoreError(
             f"the record of the open migration is {read or 'missing'}, expected {named}: a torn "
             "write of another migration is in its place"
@@ -478,15 +490,22 @@ def _put_committed(change: Change, placement: Placement, plan_id: int, reason: s
 
 
 def _placement_of(record: Value) -> CommittedPlacement:
-    assert isinstance(record, bytes), "placements are packed"
-    meta, packed = unpack(record, "the record of a placement")
-    return CommittedPlacement(placement_from_bytes(packed), **meta)
+    what = "the record of a placement"
+    meta, content = unpack(packed(record, what), what)
+    return from_record(
+        CommittedPlacement, meta | {"placement": placement_from_bytes(content)}, what
+    )
 
 
-def _name_of(plan_id: int | str, packed: Value | None) -> str:
+def _newest_plan_in(reader: Reader) -> int:
+    return number_in(reader.get(HEAD, NEWEST_PLAN), "the newest plan id")
+
+
+def _name_of(plan_id: int | str, record: Value | None) -> str:
     """Plan id and digest of a packed migration, which begins with it."""
-    assert packed is None or isinstance(packed, bytes), "migrations are packed"
-    return "" if packed is None else f"{plan_id} {packed[:DIGEST_BYTES].hex()}"
+    if record is None:
+        return ""
+    return f"{plan_id} {packed(record, 'the open migration')[:DIGEST_BYTES].hex()}"
 
 
 def _close(change: Change, plan_id: int) -> None:

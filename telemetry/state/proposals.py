@@ -18,8 +18,8 @@ from eplb.core.placement import Placement
 from eplb.declared import Meaning
 from eplb.errors import EplbError, StaleGeneration
 from eplb.migration.serialisation import placement_from_bytes, placement_to_bytes
-from telemetry.state.backend import Change, Reader, Table
-from telemetry.state.codec import pack, unpack
+from telemetry.state.backend import Change, Reader, Table, packed
+from telemetry.state.codec import from_record, pack, unpack
 from telemetry.state.events import note
 from telemetry.state.lease import check_fence
 from telemetry.state.part import Part, Records, committed_in
@@ -99,7 +99,7 @@ class ProposalPart(Part):
             StaleGeneration: its base is not the committed placement.
             FencedOut: the token ``fence`` is not the newest.
         """
-        packed = pack({"detail": dict(content.detail)}, placement_to_bytes(content.target))
+        record = pack({"detail": dict(content.detail)}, placement_to_bytes(content.target))
 
         def decision(change: Change) -> Proposal:
             check_fence(change, fence)
@@ -111,7 +111,7 @@ class ProposalPart(Part):
                 change.delete(CONTENTS, old.id)
             proposal_id = change.next("plan_id")
             added = replace(proposal, id=proposal_id)
-            change.put(CONTENTS, proposal_id, packed)
+            change.put(CONTENTS, proposal_id, record)
             _put(change, added, added.by, added.reason)
             return added
 
@@ -138,9 +138,9 @@ class ProposalPart(Part):
         record = self.backend.get(CONTENTS, proposal_id)
         if record is None:
             return None
-        assert isinstance(record, bytes), "contents are packed"
-        meta, packed = unpack(record, "the content of a proposal")
-        return Content(placement_from_bytes(packed), meta["detail"])
+        what = f"the content of proposal {proposal_id}"
+        meta, content = unpack(packed(record, what), what)
+        return from_record(Content, meta | {"target": placement_from_bytes(content)}, what)
 
 
 def approve(change: Change, approval: Approval, plan_id: int) -> None:

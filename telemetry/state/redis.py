@@ -31,7 +31,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from threading import Event, Lock
 from typing import Any, Literal, TypeVar
@@ -49,10 +49,13 @@ from telemetry.state.backend import (
     Table,
     Value,
     in_key_order,
+    number_in,
+    text_of,
 )
 from telemetry.state.redis_address import RedisAddress, parse_address
 from telemetry.state.redis_link import LinkError, RedisLink, Trouble
 from telemetry.state.redis_scripts import APPEND, CHANGE, LOOK, PRUNE, PRUNE_SAMPLES, REPAIR
+from telemetry.state.unreadable import Unreadable
 
 SCHEMA_VERSION = "2"  # counts up with each change of the layout above
 OLDEST_SERVER = (6, 2)
@@ -95,6 +98,7 @@ class RedisBackend(Backend):
                 f"deployment {deployment!r} cannot be kept in Redis, expected a name without braces"
             )
         self.deployment, self._clock = deployment, clock
+        self.unreadable = Unreadable()
         self._prefix = f"{address.prefix}:{{{deployment}}}:"
         self._state, self._events = self._key("state"), self._key("events")
         self.link = RedisLink(address)
@@ -117,17 +121,24 @@ class RedisBackend(Backend):
         """Return (key, record) by order and key."""
         if not table.is_ordered:
             records = self.link.read("HGETALL", self._key(table.name))
-            return in_key_order((key.decode(), value) for key, value in records.items())
+            return in_key_order(self._named(table, records.items()))
         command, bounds = "ZRANGEBYSCORE", (f"({within.after!r}", f"({within.before!r}")
         if within.newest_first:
             command, bounds = "ZREVRANGEBYSCORE", bounds[::-1]
         most = -1 if within.limit is None else within.limit
         keys = self.link.read(command, self._key(table.name, "order"), *bounds, "LIMIT", 0, most)
         if table.is_index or not keys:
-            return [(key.decode(), b"") for key in keys]
+            return self._named(table, ((key, b"") for key in keys))
         values = self.link.read("HMGET", self._key(table.name), *keys)
         pairs = zip(keys, values, strict=True)
-        return [(key.decode(), value) for key, value in pairs if value is not None]
+        return self._named(table, ((key, value) for key, value in pairs if value is not None))
+
+    def _named(
+        self, table: Table, records: Iterable[tuple[bytes, Value]]
+    ) -> list[tuple[str, Value]]:
+        keys = [(key, (key, value)) for key, value in records]
+        of_text = self.unreadable.readable(keys, lambda r: (text_of(r[0]), r[1]), table.name)
+        return [record for _, record in of_text]
 
     def put(self, table: Table, key: object, value: Value) -> None:
         """Set a record by itself."""
@@ -173,16 +184,18 @@ class RedisBackend(Backend):
         """Return seconds since the epoch, by the server's clock unless one was given."""
         return self._clock() if self._clock is not None else self._look()[0]
 
-    def _look(self) -> tuple[float, str, Mapping[str, str]]:
+    def _look(self) -> tuple[float, str, Mapping[str, Value]]:
         """Read the clock, the id of this start of the server, and HEAD, at one moment."""
         (seconds, micros), server, flat = self.link.run(
             f"look at {self._state}", LOOK, (self._state,), is_write=False
         )
         now = int(seconds) + int(micros) / 1e6 if self._clock is None else self._clock()
-        words = [word.decode() for word in flat]
-        return now, server.decode(), dict(zip(words[::2], words[1::2], strict=True))
+        fields = zip(flat[::2], flat[1::2], strict=True)
+        return now, server.decode(), dict(self._named(HEAD, fields))
 
-    def _made(self, what: str, change: Change, head: Mapping[str, str] | None) -> list[int] | None:
+    def _made(
+        self, what: str, change: Change, head: Mapping[str, Value] | None
+    ) -> list[int] | None:
         """Ids of the events, or None when another decision came first."""
         # Not seeded: no two changes may ever have the same id.
         change_id = secrets.token_hex(8)
@@ -240,21 +253,33 @@ class RedisBackend(Backend):
             entries = self.link.read("XREVRANGE", self._events, last, first, "COUNT", limit)
         else:
             entries = self.link.read("XRANGE", self._events, first, last, "COUNT", limit)
-        return [
-            JournalLine(
-                _number_of(entry_id),
-                float(fields[b"time"]),
-                fields[b"kind"].decode(),
-                fields[b"detail"].decode(),
-            )
-            for entry_id, fields in entries
-        ]
+        return [_line_of(_number_of(entry_id), fields) for entry_id, fields in entries]
 
     def prune_journal(self, keep: int) -> int:
         """Remove all but the latest ``keep`` events."""
         return int(self.link.write("XTRIM", self._events, "MAXLEN", "=", keep))
 
     # -- the log
+
+    def why_full(self) -> str:
+        """Return why the server refuses changes for want of memory or disk; "": it takes them."""
+        try:
+            # A write that changes nothing, and is refused like any other.
+            self.link.write("HSETNX", self._state, "schema", SCHEMA_VERSION)
+        except LinkError as exc:
+            if exc.trouble in (Trouble.FULL, Trouble.NOT_SAVING):
+                return str(exc)
+            raise
+        return ""
+
+    def make_room(self) -> bool:
+        """Forget the oldest samples, which a full server lets go, until it takes a change."""
+        for stream in self._streams():
+            keys = [self._key("sampled"), self._key("samples", stream), self._key("times", stream)]
+            what, asked = f"room in run {stream!r}", (stream, "inf", _AT_ONCE)
+            while self.why_full() and int(self.link.run(what, PRUNE_SAMPLES, keys, asked)):
+                log.warning("run %s: forgot old samples, to have room for a change", stream)
+        return not self.why_full()
 
     def append(self, entries: Sequence[Entry]) -> int:
         """Add records to the log.
@@ -291,9 +316,7 @@ class RedisBackend(Backend):
         cursors = sorted(
             (cursor, stream)
             for stream in self._streams()
-            for cursor in map(
-                int, self.link.read("ZRANGEBYSCORE", self._key("times", stream), *bounds)
-            )
+            for cursor in self._cursors(stream, bounds)
             if cursor > after
         )[:limit]
         records = []
@@ -308,8 +331,9 @@ class RedisBackend(Backend):
     def counts(self, stream: str) -> dict[int, int]:
         """Return how many records of each source were added, those included that were pruned."""
         seen = self.link.read("HGETALL", self._key("seen", stream))
-        sources = sorted(int(name) for name in seen if name.isdigit())
-        return {source: int(seen[b"%d" % source].split()[0]) for source in sources}
+        counts = [(name, text) for name, text in seen.items() if name.isdigit()]
+        of_source = self.unreadable.readable(counts, _count_in, f"count of run {stream} for rank")
+        return dict(sorted((int(name), number) for name, number in of_source))
 
     def prune_log(self, before: float) -> int:
         """Remove the records of times below ``before``."""
@@ -340,7 +364,7 @@ class RedisBackend(Backend):
             entries = self.link.read("XRANGE", key, f"{first}-0", until, "COUNT", _AT_ONCE)
             for entry_id, fields in entries:
                 cursor = _number_of(entry_id)
-                yield cursor, fields[b"s"]
+                yield cursor, fields.get(b"s", b"")
             if len(entries) < _AT_ONCE:
                 return
             first = cursor + 1
@@ -354,13 +378,26 @@ class RedisBackend(Backend):
                 log.warning("run %s: forgot %d samples of a torn write", stream, forgotten)
 
     def _streams(self) -> list[str]:
-        return [name.decode() for name in self.link.read("SMEMBERS", self._key("sampled"))]
+        names = [(name, name) for name in self.link.read("SMEMBERS", self._key("sampled"))]
+        return [name for _, name in self.unreadable.readable(names, text_of, "name of a run")]
+
+    def _cursors(self, stream: str, bounds: tuple[str, str]) -> list[int]:
+        """Cursors of a stream within bounds of time."""
+        words = self.link.read("ZRANGEBYSCORE", self._key("times", stream), *bounds)
+        kind = f"cursor of run {stream}"
+        named = [(word, word) for word in words]
+        return [n for _, n in self.unreadable.readable(named, lambda w: number_in(w, kind), kind)]
 
     # -- waiting, checks, keys
 
     def version(self) -> int:
-        """Return a number that grows with each change that readers wait for."""
-        return int(self.link.read("HGET", self._state, "version") or 0)
+        """Return a number that grows with each change that readers wait for.
+
+        One that cannot be read counts as 0: the next change writes a greater one, by the clock.
+        """
+        version = [("version", self.link.read("HGET", self._state, "version"))]
+        numbers = self.unreadable.readable(version, lambda v: number_in(v, "version"), HEAD.name)
+        return numbers[0][1] if numbers else 0
 
     def wait(self, version: int, timeout_s: float) -> int:
         """Return the version once it differs, or after ``timeout_s``."""
@@ -407,8 +444,8 @@ class RedisBackend(Backend):
         if schema is None:
             self.link.write("HSETNX", self._state, "schema", SCHEMA_VERSION)
             schema = self.link.read("HGET", self._state, "schema")
-        if schema is None or schema.decode() != SCHEMA_VERSION:
-            shown = None if schema is None else schema.decode()
+        if schema != SCHEMA_VERSION.encode():
+            shown = None if schema is None else schema.decode(errors="replace")
             raise self._refused(
                 f"keeps {self._state} with schema version {shown}, expected {SCHEMA_VERSION}: "
                 "another version of this program has written it; to begin anew, name another "
@@ -543,6 +580,19 @@ def deployment_of(key: str, prefix: str) -> str | None:
     name, _, table = key.removeprefix(begin).partition("}:")
     is_shown = key.startswith(begin) and table in ("runs", "placements")
     return name if is_shown else None
+
+
+def _line_of(event_id: int, fields: Mapping[bytes, bytes]) -> JournalLine:
+    """The event of an entry; one that is none has a detail that no reader takes."""
+    try:
+        time_s, kind, detail = (fields[name].decode() for name in (b"time", b"kind", b"detail"))
+        return JournalLine(event_id, float(time_s), kind, detail)
+    except (KeyError, ValueError):
+        return JournalLine(event_id, 0.0, "", "")
+
+
+def _count_in(text: bytes) -> int:
+    return number_in(text.partition(b" ")[0], "the number of samples")
 
 
 def _number_of(entry_id: bytes) -> int:

@@ -11,7 +11,8 @@ script writes in an order in which every beginning of it is harmless, or leaves 
 be taken back.
 
 Ids that readers go by (events, versions, cursors) are the server's clock, or one more than the last
-if that is greater: a server that lost its last second in a crash gives none of them out again.
+if that is greater: a server that lost its last second in a crash gives none of them out again. A
+last one that is no number counts as 0, so garbage in its place stops no writer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ if guard ~= '' then
 end
 local clock = redis.call('TIME')
 local now_ms = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
-local function last(name) return tonumber(redis.call('HGET', state, name) or '0') end
+local function last(name)
+  local number = tonumber(redis.call('HGET', state, name)) or 0
+  return math.abs(number) < 2^53 and number or 0
+end
 local time = ARGV[3]
 if time == '' then time = string.format('%s.%06d', clock[1], tonumber(clock[2])) end
 local function write(at, past)
@@ -118,12 +122,13 @@ APPEND = Script("""
 local most, num_runs = tonumber(ARGV[1]), tonumber(ARGV[2])
 local clock = redis.call('TIME')
 local now_us = tonumber(clock[1]) * 1000000 + tonumber(clock[2])
-local cursor = math.max(tonumber(redis.call('HGET', KEYS[1], 'last_cursor') or '0'), now_us - 1)
+local last_cursor = tonumber(redis.call('HGET', KEYS[1], 'last_cursor')) or 0
+local cursor = math.max(math.abs(last_cursor) < 2^53 and last_cursor or 0, now_us - 1)
 local function load(key, rank)
   local seen = {count = 0, spans = {}, key = key, rank = rank}
   local text = redis.call('HGET', key, rank)
   if text then
-    seen.count = tonumber(string.match(text, '^%d+'))
+    seen.count = tonumber(string.match(text, '^%d+') or '0')
     for first, last in string.gmatch(text, '(%-?%d+):(%-?%d+)') do
       table.insert(seen.spans, {tonumber(first), tonumber(last)})
     end
@@ -212,7 +217,9 @@ local found, forgotten = redis.call('HGETALL', KEYS[3]), 0
 local newest = redis.call('HGET', KEYS[3], 'newest mark')
 for at = 1, #found, 2 do
   if string.sub(found[at], 1, 5) == 'mark ' then
-    local first, last, words = unpack(cmsgpack.unpack(found[at + 1]))
+    local is_mark, mark = pcall(cmsgpack.unpack, found[at + 1])
+    is_mark = is_mark and type(mark) == 'table' and type(mark[3]) == 'table'
+    local first, last, words = unpack(is_mark and mark or {'0', '0', {}})
     local is_seen = true
     for n = 1, #words, 2 do
       is_seen = is_seen and redis.call('HGET', KEYS[3], words[n]) == words[n + 1]
@@ -223,7 +230,8 @@ for at = 1, #found, 2 do
         forgotten = forgotten + redis.call('XDEL', KEYS[1], entry[1])
       end
     end
-    if not is_seen or found[at] ~= newest then redis.call('HDEL', KEYS[3], found[at]) end
+    local is_kept = is_mark and is_seen and found[at] == newest
+    if not is_kept then redis.call('HDEL', KEYS[3], found[at]) end
   end
 end
 return forgotten

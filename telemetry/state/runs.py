@@ -10,7 +10,7 @@ from eplb.decision.expert_times import ExpertTimes
 from eplb.decision.pace import StepTimes
 from eplb.errors import StoreError
 from eplb.versions import RANKS, Announcement, announcement_from_dict
-from telemetry.state.backend import HEAD, NEWEST, Change, Reader, Table, text_of
+from telemetry.state.backend import HEAD, Change, Reader, Table, Value, text_of
 from telemetry.state.codec import as_stored, from_json, from_record, to_json
 from telemetry.state.membership import LATEST_CHANGE, note_run
 from telemetry.state.part import RECOVERY, STARTED, Part, Records, epoch_in
@@ -71,7 +71,7 @@ class RankState:
     @property
     def report_every_s(self) -> float:
         """Longest time between two reports by this rank's own settings; 0: it does not tell."""
-        return float(self.detail.get(REPORT_EVERY_S, 0.0))
+        return self._seconds(REPORT_EVERY_S)
 
     @property
     def progress_thread(self) -> str:
@@ -81,7 +81,7 @@ class RankState:
     @property
     def clock_offset_s(self) -> float:
         """Seconds by which the clock of its host is ahead of the store's; below 0: behind."""
-        return float(self.detail.get(CLOCK_OFFSET_S, 0.0))
+        return self._seconds(CLOCK_OFFSET_S)
 
     @property
     def step_times(self) -> StepTimes | None:
@@ -107,6 +107,10 @@ class RankState:
     def silent_after_s(self) -> float:
         """Age of a report at which its rank counts as silent."""
         return max(LEAST_SILENCE_S, MISSED_REPORTS * self.report_every_s)
+
+    def _seconds(self, name: str) -> float:
+        seconds = self.detail.get(name)
+        return float(seconds) if isinstance(seconds, (int, float)) else 0.0
 
     def _figures(self, cls: type[Any], name: str) -> Any:
         figures = self.detail.get(name)
@@ -169,7 +173,8 @@ class RunsPart(Part):
         """
 
         def decision(change: Change) -> None:
-            known = {name: text_of(one) for name, one in change.scan(GROUPS)}
+            groups = change.unreadable.readable(change.scan(GROUPS), text_of, "group")
+            known = dict(groups)
             for name, its in known.items():
                 if its == engine and name not in groups:
                     change.delete(GROUPS, name)
@@ -214,12 +219,8 @@ class RunsPart(Part):
         self.backend.decide(f"end of {mine.component} {mine.name!r}", decision)
 
     def announced(self) -> list[Announcement]:
-        """Return what was announced, oldest first, by processes that have ended too.
-
-        Raises:
-            StoreError: an announcement lacks what every version writes.
-        """
-        return _announcements([text for _, text in self.backend.scan(ANNOUNCED)])
+        """Return what was announced, oldest first, by processes that have ended too."""
+        return _announcements(self.backend)
 
 
 def group_name(deployment: str, group: str) -> str:
@@ -229,7 +230,7 @@ def group_name(deployment: str, group: str) -> str:
 
 def latest_run_in(reader: Reader) -> RunInfo | None:
     """Return the latest start, or None before the first."""
-    return next(iter(RUNS.scan(reader, NEWEST)), None)
+    return RUNS.newest(reader)
 
 
 def alive_in(change: Change) -> list[bool]:
@@ -259,7 +260,7 @@ def add_run(change: Change, info: RunInfo) -> None:
 def add_announcement(change: Change, mine: Announcement) -> Announcement | None:
     """Write an announcement in place of an earlier one of that component and name; return that."""
     before, others = None, list[Announcement]()
-    for known in _announcements([text for _, text in change.scan(ANNOUNCED)]):
+    for known in _announcements(change):
         if _key_of(known) == _key_of(mine):
             before = known
         elif known.component == mine.component:
@@ -276,10 +277,15 @@ def _key_of(announced: Announcement) -> str:
     return f"{announced.component} {announced.name}"
 
 
-def _announcements(texts: list[str | bytes]) -> list[Announcement]:
+def _announcements(reader: Reader) -> list[Announcement]:
+    records = reader.scan(ANNOUNCED)
+    readable = reader.unreadable.readable(records, _announcement_of, "announcement")
+    return sorted((read for _, read in readable), key=lambda read: (read.time, read.name))
+
+
+def _announcement_of(text: Value) -> Announcement:
     # Announcements of any version are read: a process that joins refuses others by name.
     try:
-        read = [announcement_from_dict(from_json(text, "an announcement")) for text in texts]
-    except ValueError as exc:
+        return announcement_from_dict(from_json(text, "an announcement"))
+    except (ValueError, TypeError, OverflowError) as exc:
         raise StoreError(f"an announcement cannot be read: {exc}") from exc
-    return sorted(read, key=lambda announced: (announced.time, announced.name))

@@ -1,37 +1,30 @@
 """Samples of ranks, in order of arrival, and what is kept of those that were pruned.
 
-A reader skips a record that is damaged, and one that another version wrote. Both are counted once,
-however often they are read; past 100,000 of them, one that is read again may count again.
+A reader skips a record that is damaged, and one that another version wrote
+(``telemetry/state/unreadable.py``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import inf, isfinite, nextafter
-from threading import Lock
-from typing import TypeVar
 
 from eplb.core.load import LoadSample
-from eplb.errors import ConfigError, HistoryError, StoreError
+from eplb.errors import ConfigError, HistoryError
 from telemetry.load.rollup import Rollup, rollup_from_bytes, rollup_to_bytes
-from telemetry.load.sample_codec import UnknownVersion, sample_from_bytes, sample_to_bytes
-from telemetry.state.backend import Change, Entry, Range, Table, Value
+from telemetry.load.sample_codec import sample_from_bytes, sample_to_bytes
+from telemetry.state.backend import Change, Entry, Range, Table, Value, packed
 from telemetry.state.part import Part
 
 ROLLUPS = Table("rollups", is_ordered=True)  # (start, run, phase) -> roll-up, for each length
-_MOST_NAMES = 100_000  # unreadable records that are remembered by name
-
-Read = TypeVar("Read")
+_SAMPLE, _ROLLUP = "sample", "roll-up"  # kinds of unreadable records
 
 
 class SamplePart(Part):
     """Samples and roll-ups."""
 
     deployment: str
-
-    def __init__(self) -> None:
-        self._unreadable = Unreadable()
 
     def append(self, samples: Sequence[LoadSample]) -> int:
         """Add samples and return how many were new; a repeated (run, rank, sequence) is not.
@@ -83,11 +76,23 @@ class SamplePart(Part):
         return self.backend.prune_log(before_time)
 
     def refused(self) -> dict[str, int]:
-        """Return how many stored records this object could not read, by reason.
+        """Return how many samples and roll-ups this object could not read, by reason.
 
         Reasons: "damaged", and "version" for one written by a version that is not known here.
         """
-        return self._unreadable.counts()
+        by_reason: Counter[str] = Counter()
+        for (kind, reason), number in self.backend.unreadable.counts().items():
+            if kind in (_SAMPLE, _ROLLUP):
+                by_reason[reason] += number
+        return dict(by_reason)
+
+    def skipped(self) -> dict[str, int]:
+        """Return how many other records this object could not read, by their kind."""
+        by_kind: Counter[str] = Counter()
+        for (kind, _), number in self.backend.unreadable.counts().items():
+            if kind not in (_SAMPLE, _ROLLUP):
+                by_kind[kind] += number
+        return dict(by_kind)
 
     def add_rollups(self, rollups: Sequence[Rollup]) -> int:
         """Add roll-ups, all or none, and return how many were new.
@@ -113,7 +118,8 @@ class SamplePart(Part):
         table, num_read = ROLLUPS.of(seconds), limit
         while True:
             records = self.backend.scan(table, Range(after, limit=num_read))
-            readable = self._unreadable.readable(records, rollup_from_bytes, f"roll-up {seconds}")
+            named = [((seconds, key), record) for key, record in records]
+            readable = self.backend.unreadable.readable(named, _rollup_of, _ROLLUP)
             if readable or len(records) < num_read:
                 return [rollup for _, rollup in readable]
             num_read *= 2  # none of these could be read
@@ -135,62 +141,19 @@ class SamplePart(Part):
         each ``position``, so that an unreadable tail is not read every time; None: of a read that
         is not repeated nothing is kept.
         """
-        start = self._unreadable.passed(position, after)
+        unreadable = self.backend.unreadable
+        start = unreadable.passed(position, after)
         while records := fetch(start):
             start = records[-1][0]
-            if readable := self._unreadable.readable(records, sample_from_bytes, "sample"):
+            if readable := unreadable.readable(records, sample_from_bytes, _SAMPLE):
                 return readable
         if position is not None:
-            self._unreadable.pass_by(position, after, start)
+            unreadable.pass_by(position, after, start)
         return []
 
 
-class Unreadable:
-    """Unpacks records and counts those that it could not."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._counts: Counter[str] = Counter()
-        self._counted: set[Hashable] = set()  # what names the records
-        self._passed: dict[Hashable, tuple[int, int]] = {}  # (asked, read up to) of a position
-
-    def counts(self) -> dict[str, int]:
-        """Return how many records could not be read, by reason."""
-        with self._lock:
-            return dict(self._counts)
-
-    def readable(
-        self, records: Iterable[tuple[Hashable, Value]], unpack: Callable[[bytes], Read], kind: str
-    ) -> list[tuple[int, Read]]:
-        """Return (cursor, value) of each record that can be read."""
-        values = []
-        for cursor, record in records:
-            try:
-                values.append((cursor, unpack(record)))  # type: ignore[arg-type]  # packed
-            except StoreError as exc:
-                reason = "version" if isinstance(exc, UnknownVersion) else "damaged"
-                self._count((kind, cursor), reason)
-        return values  # type: ignore[return-value]  # cursors of samples are numbers
-
-    def passed(self, position: Hashable | None, after: int) -> int:
-        """Return from where to read for a cursor."""
-        with self._lock:
-            asked, passed = self._passed.get(position, (after, after))
-        return passed if asked == after else after
-
-    def pass_by(self, position: Hashable, after: int, start: int) -> None:
-        """Note that nothing can be read between two cursors."""
-        with self._lock:
-            self._passed[position] = (after, start)
-
-    def _count(self, name: Hashable, reason: str) -> None:
-        with self._lock:
-            if name in self._counted:
-                return
-            if len(self._counted) >= _MOST_NAMES:
-                self._counted.clear()
-            self._counted.add(name)
-            self._counts[reason] += 1
+def _rollup_of(record: Value) -> Rollup:
+    return rollup_from_bytes(packed(record, "a roll-up"))
 
 
 def _check(sample: LoadSample, deployment: str) -> None:

@@ -17,6 +17,7 @@ from threading import Condition
 from typing import Any, TypeVar
 
 from eplb.clock import Clock
+from eplb.errors import StoreError
 from telemetry.state.backend import (
     ALL,
     Backend,
@@ -29,9 +30,11 @@ from telemetry.state.backend import (
     Value,
     in_key_order,
 )
-from telemetry.state.sqlite_file import SqliteFile
+from telemetry.state.sqlite_file import SqliteFile, is_full
+from telemetry.state.unreadable import Unreadable
 
 _POLL_S = 0.02
+_PROBED = 1000  # characters that a change takes in a test for room
 _PRUNED_AT_ONCE = 500  # records of the log; a few milliseconds
 _MAX_ID = 2**63 - 1  # largest id of a row in SQLite
 
@@ -102,6 +105,7 @@ class SqliteBackend(Backend):
 
     Args:
         clock: seconds since the epoch.
+        low_bytes: room on the disk with more than which no change is refused.
 
     Raises:
         StoreError: the file cannot be opened and written, is damaged or another program's, or was
@@ -117,21 +121,22 @@ class SqliteBackend(Backend):
         *,
         busy_timeout_s: float = 10.0,
         clock: Clock | None = None,
+        low_bytes: float = 64e6,
     ) -> None:
-        self.deployment = deployment
-        self._clock = clock or time.time
+        self.deployment, self.unreadable = deployment, Unreadable()
+        self._clock, self._low_bytes = clock or time.time, low_bytes
         self._file = SqliteFile(Path(path), deployment, busy_timeout_s)
         self._changed = Condition()  # notified by this object's own changes
 
     def get(self, table: Table, key: object) -> Value | None:
         """Return a record, or None."""
         with self._read() as connection:
-            return _Tables(connection, self.deployment).get(table, key)
+            return _Tables(connection, self).get(table, key)
 
     def scan(self, table: Table, within: Range = ALL) -> list[tuple[str, Value]]:
         """Return (key, record) by order and key."""
         with self._read() as connection:
-            return _Tables(connection, self.deployment).scan(table, within)
+            return _Tables(connection, self).scan(table, within)
 
     def decide(self, what: str, decision: Callable[[Change], T]) -> T:
         """Let a decision read and write in a transaction, which takes the write lock first."""
@@ -206,6 +211,20 @@ class SqliteBackend(Backend):
             if num_new < _PRUNED_AT_ONCE:
                 return num_pruned
 
+    def why_full(self) -> str:
+        """Return why the disk has no room for changes; "": it has some, or plenty."""
+        if self._file.free_bytes() >= self._low_bytes:
+            return ""
+        try:
+            with self._write() as connection:  # what it writes, nobody sees
+                probe = (self.deployment, "probe", "")
+                connection.execute(_PUT, (*probe, None, "x" * _PROBED))
+                connection.execute(_DELETE, probe)
+        except StoreError as exc:
+            if is_full(exc.__cause__):
+                return str(exc)  # another error is told by those who write
+        return ""
+
     def make_room(self) -> bool:
         """Give a full disk the room that is reserved beside the file."""
         return self._file.make_room()
@@ -238,7 +257,7 @@ class SqliteBackend(Backend):
 
     def _written(self, decision: Callable[[Change], T]) -> tuple[T, list[int]]:
         with self._write() as connection:
-            change = Change(self._clock(), _Tables(connection, self.deployment))
+            change = Change(self._clock(), _Tables(connection, self))
             result = decision(change)
             ids = self._apply(connection, change)
         if change.is_awaited:
@@ -283,8 +302,9 @@ class SqliteBackend(Backend):
 class _Tables(Reader):
     """The tables of a deployment, over one connection."""
 
-    def __init__(self, connection: sqlite3.Connection, deployment: str) -> None:
-        self._connection, self._deployment = connection, deployment
+    def __init__(self, connection: sqlite3.Connection, backend: Backend) -> None:
+        self._connection, self._deployment = connection, backend.deployment
+        self.unreadable = backend.unreadable
 
     def get(self, table: Table, key: object) -> Value | None:
         row = self._connection.execute(_GET, (self._deployment, table.name, str(key))).fetchone()

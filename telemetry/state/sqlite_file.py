@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Event, Lock
 
 from eplb.errors import StoreError
+from telemetry.written_files import private
 
 APPLICATION_ID = 0x45504C42  # "EPLB": distinguishes these files from those of other programs
 SCHEMA_VERSION = 9  # counts up with each change of the tables below
@@ -62,6 +63,10 @@ class SqliteFile:
         self._process = os.getpid()
         self._is_closed = False
         self._reading, self._writing = Lock(), Lock()
+        # A new file is for this user alone. One that is there is left to SQLite: to close it here
+        # would drop the locks of this process on it. SQLite tells why it cannot be made.
+        with suppress(OSError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         with translated(self.path, busy_timeout_s):
             self._writer = self._connect()
             try:
@@ -76,6 +81,17 @@ class SqliteFile:
                 raise
         self.keep_room()
 
+    def free_bytes(self) -> int:
+        """Return the room on the disk of the file.
+
+        Raises:
+            StoreError: its folder is gone.
+        """
+        try:
+            return shutil.disk_usage(self.path.parent).free
+        except OSError as exc:
+            raise StoreError(f"store {self.path}: its disk cannot be asked: {exc}") from exc
+
     def make_room(self) -> bool:
         """Give the disk the room that is reserved; False: it was given already."""
         try:
@@ -88,7 +104,7 @@ class SqliteFile:
         """Reserve room on the disk, if it has more than that."""
         if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 4 * RESERVE_BYTES:
             return
-        with suppress(OSError), self._reserve.open("wb") as file:
+        with suppress(OSError), open(self._reserve, "wb", opener=private) as file:
             os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
     @property
@@ -291,6 +307,12 @@ def translated(path: Path, busy_timeout_s: float) -> Iterator[None]:
         yield
     except sqlite3.Error as exc:
         raise StoreError(f"store {path} {_in_words(exc, path, busy_timeout_s)}") from exc
+
+
+def is_full(exc: BaseException | None) -> bool:
+    """Whether an error of SQLite is a disk without room."""
+    full = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    return isinstance(exc, sqlite3.Error) and _primary_code(exc) in full
 
 
 def is_busy(exc: sqlite3.Error) -> bool:

@@ -68,7 +68,6 @@ class StateStore(
         *,
         monotonic: Clock | None = None,
     ) -> None:
-        SamplePart.__init__(self)
         PlacementPart.__init__(self)
         self.backend = backend
         self._watch = LeaseWatch(monotonic)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
 from eplb.errors import StoreError
-from telemetry.state.backend import Change, Range, Reader, Table
+from telemetry.state.backend import ALL, Change, Range, Reader, Table, number_in
 from telemetry.state.codec import as_stored
 from telemetry.state.events import note
 from telemetry.state.lease import check_fence
@@ -92,17 +93,14 @@ class TaskPart(Part):
             FencedOut: the token ``fence`` is not the newest.
         """
         # Looked at before anything is decided: a controller asks far more often than it gets.
-        queued = self.backend.scan(QUEUED, Range(limit=1))
-        if not queued:
+        if not self.backend.scan(QUEUED, Range(limit=1)):
             check_fence(self.backend, fence)
             return None
-        oldest = int(queued[0][0])
 
         def decision(change: Change) -> Task | None:
             check_fence(change, fence)
-            task = TASKS.get(change, oldest)
-            if task is None or task.state != "queued":
-                task = _oldest_queued(change)
+            queued = (task for task in _in_queue(change, QUEUED) if task.state == "queued")
+            task = next(queued, None)
             if task is None:
                 return None
             running = replace(task, state="running")
@@ -160,16 +158,15 @@ class TaskPart(Part):
         """Return tasks in a state past the id ``after``, oldest first."""
         if state in ("queued", "running"):
             table = QUEUED if state == "queued" else RUNNING
-            ids = [int(key) for key, _ in self.backend.scan(table, Range(after, limit=limit))]
-            read = map(self.task, ids)
-            return [task for task in read if task is not None and task.state == state]
+            listed = _in_queue(self.backend, table, Range(after, limit=limit))
+            return [task for task in listed if task.state == state]
         tasks: list[Task] = []
         while len(tasks) < limit:
-            page = TASKS.scan(self.backend, Range(after, limit=_PAGE))
-            tasks += [task for task in page if task.state == state]
+            page = self.backend.scan(TASKS.table, Range(after, limit=_PAGE))
+            tasks += [task for task in TASKS.readable(self.backend, page) if task.state == state]
             if len(page) < _PAGE:
                 break
-            after = page[-1].id
+            after = number_in(page[-1][0], "the id of a task")
         return tasks[:limit]
 
     def task(self, task_id: int) -> Task | None:
@@ -177,12 +174,11 @@ class TaskPart(Part):
         return TASKS.get(self.backend, task_id)
 
 
-def _oldest_queued(reader: Reader) -> Task | None:
-    for key, _ in reader.scan(QUEUED):  # all: a torn write may leave the id of one that was claimed
-        task = TASKS.get(reader, key)
-        if task is not None and task.state == "queued":
-            return task
-    return None
+def _in_queue(reader: Reader, table: Table, within: Range = ALL) -> Iterator[Task]:
+    """Tasks of the state of an index, by their ids; a torn write may leave one of another state."""
+    for key, _ in reader.scan(table, within):
+        record = reader.get(TASKS.table, key)
+        yield from TASKS.readable(reader, [] if record is None else [(key, record)])
 
 
 def _put(change: Change, task: Task) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from eplb.errors import ConfigError
-from telemetry.written_files import check_writable, write_atomically
+from telemetry.written_files import check_own, check_writable, make_own_folder, write_atomically
 from tests.support.repository import ROOT
 
 NULL, FULL = (1, 3), (1, 7)  # the kernel's numbers of /dev/null and /dev/full
@@ -103,3 +103,26 @@ def test_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--output .* cannot be written"):
         check_writable(tmp_path, "--output")
     check_writable(Path("/dev/null"), "--output")
+
+
+def test_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    make_own_folder(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o770)  # who is in the group is the operator's choice
+    check_own(folder)
+    folder.chmod(0o777)
+
+    with pytest.raises(ConfigError, match=r"state has mode 0777, .* chmod o-w"):
+        make_own_folder(folder)
+
+
+def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+
+    with pytest.raises(ConfigError, match="state belongs to user 65534, expected user 0"):
+        check_own(folder)

@@ -22,6 +22,7 @@ export const ADVICE = {
   "start-waits": "Start what the launcher waits for; then the ranks start by themselves.",
   "process-down": "Read its log. A process beyond its restart budget is started again each minute.",
   "disk-full": "Free room on the disk of the state folder. Ranks serve, and a pause is possible.",
+  "store-full": "Give the store room: memory for Redis, else disk. Ranks serve, and a pause is possible.",
   "audit-waits": "Make the file of the audit writable: its lines follow by themselves.",
   "rank-frozen": "Remove the reason, then restart the rank.",
   unbalanced: "Read the reason of the last decision. Resume movement if it is paused; if slots are the limit, add redundancy.",

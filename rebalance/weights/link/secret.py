@@ -157,7 +157,7 @@ def _write_new(path: Path, text: str, *, replace: bool) -> None:
     """Write a file of mode 0600: all of it appears, or nothing."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(text)

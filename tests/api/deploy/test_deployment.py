@@ -109,6 +109,15 @@ def config_json(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def test_state_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    with pytest.raises(ConfigError, match=r"the state folder .* has mode 0777"):
+        deployment_in(tmp_path)
+
+
 def test_shapes_are_those_of_the_checkpoint_s_config_json(tmp_path: Path) -> None:
     folder = config_json(tmp_path, first_k_dense_replace=1)
     found = model_shape(ModelSettings(checkpoint=folder, layers=2))

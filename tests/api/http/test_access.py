@@ -124,6 +124,18 @@ def test_keys_that_others_can_read_close_the_service(service: httpx.Client, tmp_
     assert (kind, "mode 644, expected 600" in detail) == (ProblemType.KEYS_UNAVAILABLE, True)
 
 
+def test_keys_of_another_user_close_the_service(service: httpx.Client, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    key = bearer(AccessKeys(tmp_path).add("mallory", "admin"))
+    os.chown(tmp_path / "access-keys.json", 65534, 65534)
+    os.utime(tmp_path / "access-keys.json", (1, 1))
+
+    kind, detail = problem_of(service.get("/api/v1/state", headers=key))
+    assert kind == ProblemType.KEYS_UNAVAILABLE
+    assert "belongs to user 65534" in detail
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"version": 1, "keys": [{}]}', '{"version": 1, "keys": 7}', "\xff"]
 )

@@ -373,7 +373,9 @@ class Failing(StateStore):
         return super().current_run()
 
 
-def test_nobody_is_silent_because_the_store_took_no_reports(store: StateStore) -> None:
+def test_ranks_not_heard_since_an_outage_are_neither_silent_nor_serving(
+    store: StateStore,
+) -> None:
     failing, now = Failing(store.backend), NOW
     for rank in (0, 1):
         store.report(state(rank))
@@ -391,9 +393,11 @@ def test_nobody_is_silent_because_the_store_took_no_reports(store: StateStore) -
     with pytest.raises(StoreError):
         monitor.refresh()
     failing.fails = False
-    assert kinds(NOW + 60) == set()
+    assert kinds(NOW + 60) == {"store-unread"}
+    assert monitor.reading().state.verdict is Grade.BLIND
     store.report(state(1, time=NOW + 65))
-    assert kinds(NOW + 70) == set()
+    assert kinds(NOW + 70) == {"store-unread"}
+    assert monitor.reading().state.verdict is Grade.DEGRADED
     assert kinds(NOW + 71) == {"rank-silent"}
     assert kinds(NOW + 76) == {"rank-silent", "process-down"}
 

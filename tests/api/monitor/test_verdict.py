@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,13 @@ ALL_SILENT = (rank(0, **SILENT), rank(1, **SILENT))
 ENDED = (rank(0, has_ended=True, **SILENT), rank(1, has_ended=True, **SILENT))
 CORDONED = (rank(0, cordon=Cordon.CORDON), rank(1, cordon=Cordon.DRAIN))
 DOWN = (process(ProcessState.BACK_OFF),)
+UNHEARD = (rank(0, age_s=44.0), rank(1, age_s=44.0))
+HALF_UNHEARD = (rank(0), rank(1, age_s=44.0))
+FULL = "Redis store is full, expected room below its maxmemory"
+LEADERLESS = leaderless(40.0)
+EXITED = ProcessView(
+    "the launcher of host 0", "launcher", ProcessState.DOWN, 0.2, True, 0, "", has_exited=True
+)
 STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
 
 
@@ -97,6 +105,31 @@ STUCK = {"progress_age_s": 31.0, "progress_of": "rank 1, step: dispatch"}
             "no token for 31 s.* 30 s; no step",  # a rank stopped after a step without a sample
         ),
         (seen(token_time=NOW - 56, answered_s=29.0), Grade.SERVING, "2 ranks serve"),
+        (
+            seen(ranks=UNHEARD, token_time=NOW - 56, answered_s=3.0),
+            Grade.BLIND,
+            "no report of ranks 0, 1 since the store answers again, 3 s ago: whether they serve",
+        ),
+        (
+            seen(ranks=HALF_UNHEARD, token_time=NOW - 56, answered_s=3.0),
+            Grade.DEGRADED,
+            "no report of rank 1 since the store answers again",
+        ),
+        (
+            seen(ranks=UNHEARD, token_time=NOW - 56, answered_s=0.0, store_full=FULL, **LEADERLESS),
+            Grade.DEGRADED,
+            "takes no changes, so nothing that ranks report since is known here: Redis store is fu",
+        ),
+        (
+            supervised(processes=(EXITED,)),
+            Grade.STOPPED,
+            "the launcher of host 0 has exited, and its ranks with it",
+        ),
+        (
+            supervised(processes=(EXITED, replace(EXITED, has_exited=False))),
+            Grade.DEGRADED,
+            "the launcher of host 0 has exited, expected",
+        ),
         (seen(token_time=NOW - 56, answered_s=31.0), Grade.STOPPED, "no token for 56 s"),
         (seen(token_time=None), Grade.BLIND, "no token.* 600 s ago"),
         (

@@ -20,6 +20,7 @@ from eplb.migration.candidates import Candidates
 from eplb.settings.tree import applied
 from rebalance.controller.loop import Controller
 from telemetry.state.live import Control
+from telemetry.state.runs import RANK_STATES
 from tests.support.controlled_deployment import (
     EVEN,
     SETTINGS,
@@ -409,6 +410,22 @@ def test_bad_sample_is_reported_and_excluded_also_by_the_next_controller(
     told = events(deployment.store, "error")[0].detail
     assert told["where"] == "load"
     assert "sample 99 of rank 0 covers steps 0..4" in told["message"]
+
+
+def test_records_that_cannot_be_read_are_reported_once(deployment: Deployment) -> None:
+    deployment.serve(SKEWED)
+    run = deployment.store.current_run()
+    assert run is not None
+    table = RANK_STATES.of(run.run).table
+    deployment.store.backend.put(table, 9, "nonsense")
+    controller = deployment.controller()
+    for _ in range(3):
+        controller.turn()
+
+    told = [event.detail["message"] for event in events(deployment.store, "error")]
+    assert told == [
+        f"records of the store are damaged, or of an unknown version: 1 in {table.name}"
+    ]
 
 
 def test_rejected_samples_are_reported_at_most_once_a_minute(deployment: Deployment) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -61,6 +62,8 @@ def test_notes_are_lines_with_place_and_time(tmp_path: Path) -> None:
 
     entries, num_torn = read_journals(tmp_path / "new")
     assert num_torn == 0
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert stat.S_IMODE(journal.path.stat().st_mode) == 0o600
     first, second = entries
     assert (first.run, first.rank, first.number) == ("run-1", 3, 1)
     assert (first.step, first.generation, first.plan_id) == (12, 4, 7)

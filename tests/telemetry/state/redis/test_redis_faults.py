@@ -26,7 +26,14 @@ from telemetry.state.redis_address import Limits, RedisAddress
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
 from tests.support.redis_servers import RedisProcess, find_redis_server, free_port
-from tests.support.stores import PATIENT, documented_rules, kinds, make_sample, redis_store
+from tests.support.stores import (
+    PATIENT,
+    documented_rules,
+    kinds,
+    make_sample,
+    redis_store,
+    sequences,
+)
 
 # One attempt, which ends when the server has refused or ended the connection.
 ONCE = replace(PATIENT, deadline_s=0.001)
@@ -207,6 +214,26 @@ def test_full_server_keeps_what_it_has_and_can_be_pruned(server: RedisProcess) -
             assert again.prune(float(num_stored)) == num_stored
         limit()
         assert store.append([large(num_stored)]) == 1
+
+
+def test_full_server_says_so_and_makes_room_for_a_pause_alone(server: RedisProcess) -> None:
+    with opened(server.address) as store:
+        store.append([make_sample(0, n) for n in range(3000)])
+        assert store.backend.why_full() == ""
+        used = int(store.backend.link.ask("", "INFO")["used_memory"])
+        server.ask("CONFIG SET", "maxmemory", str(used - 100_000))
+
+        assert "is full" in store.backend.why_full()
+        with pytest.raises(StoreError, match="is full"):
+            store.change_live({"movement": True}, reason="go on")
+        store.change_live({"movement": False}, reason="stop")
+
+        assert not store.control().movement
+        assert 0 < len(sequences(store)) < 3000
+        assert sequences(store)[-1] == 2999
+        server.ask("CONFIG SET", "maxmemory", "1")
+        with pytest.raises(StoreError, match="is full"):
+            store.change_live({"movement": False}, reason="stop again")
 
 
 @pytest.mark.system

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from eplb.errors import StoreError
+from telemetry.state.sqlite import SqliteBackend
 from telemetry.state.sqlite_file import SCHEMA_VERSION, translated
 from tests.support.stores import make_sample, sequences, sqlite_store
 
@@ -169,6 +171,20 @@ def test_disk_that_fills_up_loses_nothing_that_was_acknowledged(path: Path, fork
         assert sequences(store) == list(range(acknowledged))
         assert store.append([make_sample(0, acknowledged)]) == 1
         assert store.prune(1e9) == acknowledged + 1
+
+
+def look_for_room(pipe: Connection, path: Path) -> None:
+    backend = SqliteBackend(path, "demo", low_bytes=math.inf)
+    before = backend.why_full()
+    limit_files(1000)
+    pipe.send((before, backend.why_full()))
+
+
+def test_disk_without_room_for_a_change_is_told(path: Path, fork: Fork) -> None:
+    before, full = fork(look_for_room, path).receive()
+
+    assert before == ""
+    assert "expected a local disk with room" in full
 
 
 def open_on_a_full_disk(pipe: Connection, path: Path) -> None:

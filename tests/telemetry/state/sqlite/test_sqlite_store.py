@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -51,6 +52,15 @@ def write_at_once(pipe: Connection, path: Path, rank: int) -> None:
         store.append([make_sample(rank, sequence)])
         store.add_event("note", {"rank": rank})
     pipe.send([store.next_plan_id() for _ in range(10)])
+
+
+def test_new_file_and_what_belongs_to_it_are_for_this_user_alone(path: Path) -> None:
+    with closing(sqlite_store(path, "demo")) as store:
+        store.add_event("note", {})
+        modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+
+    assert modes == dict.fromkeys(modes, 0o600)
+    assert path.name in modes
 
 
 def test_processes_that_write_at_once_lose_nothing(path: Path, fork: Fork) -> None:
