@@ -17,6 +17,7 @@ from benchmarks.engines.served.judge import judge_runs
 from benchmarks.engines.served.load import Load, topic_tokens
 from benchmarks.engines.served.model import SIZES
 from benchmarks.engines.served.run import Run
+from benchmarks.engines.served.sglang_serve import links_of
 
 TWELVE = Load(12, 4, prompt_tokens=6, answer_tokens=3, rounds_of_topic=1, seed=5)
 LIBRARY = np.random.default_rng(1).bytes(20_000)  # more than one part holds
@@ -214,3 +215,12 @@ def test_a_run_that_cannot_be_judged_is_not_as_expected(tmp_path: Path, failed: 
     _, _, moved = judged(tmp_path, failed=failed)
 
     assert not moved["is_expected"]
+
+
+def test_rank_with_its_own_gpu_sees_no_other_and_keeps_its_host() -> None:
+    own, shared = (links_of(1, way, Path("libnccl.so.2")) for way in ("own", "sockets"))
+
+    assert own["CUDA_VISIBLE_DEVICES"] == "1"
+    assert not {"NCCL_HOSTID", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"} & set(own)
+    assert shared["NCCL_HOSTID"] == "rank1"
+    assert "CUDA_VISIBLE_DEVICES" not in shared

@@ -1,7 +1,7 @@
 """One rank of SGLang, as a node of its own: python -m benchmarks.engines.served.sglang_rank JOB.
 
-JOB is a JSON file. Ranks of one GPU are nodes with one rank each (``--nnodes``), so that each has
-its own environment: NCCL takes them for ranks of several hosts.
+JOB is a JSON file. Ranks are nodes with one rank each (``--nnodes``), so that each has its own
+environment: a GPU of its own, or one that it shares as NCCL's rank of another host.
 
 Rank 0 serves the rounds. A round asks for the log-probability of each token of given texts, in one
 prefill, and then decodes a greedy answer to each prompt. It writes ``OUT/answers.npz``: log-

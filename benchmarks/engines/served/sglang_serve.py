@@ -1,4 +1,4 @@
-"""SGLang serves on one GPU (or on CPUs) with several ranks, with and without the plug-in.
+"""SGLang serves with several ranks on GPUs (or on CPUs), with and without the plug-in.
 
     python -m benchmarks.engines.served.sglang_serve MODEL OUT --ranks 2 --modes none engine plugin
 
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.engines.served import transport
 from benchmarks.engines.served.load import Load
 
 MODES = (
@@ -53,13 +54,14 @@ load_deadline_s = 240
 phase = "auto"
 records = "{records}"
 """
-NCCL_ALONE = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-}
+
+
+def links_of(rank: int, way: str, nccl: Path) -> dict[str, str]:
+    """Variables of a rank on a GPU: which one it has, and how it reaches the others."""
+    variables = transport.environment_of(way, rank, nccl)
+    if way == "own":
+        variables["CUDA_VISIBLE_DEVICES"] = str(rank)
+    return variables
 
 
 def start_ranks(job: dict[str, Any], mode: str, out: Path, given: Any) -> list[Any]:
@@ -68,7 +70,7 @@ def start_ranks(job: dict[str, Any], mode: str, out: Path, given: Any) -> list[A
     ranks = 1 if mode == "single" else given.ranks
     common = {
         **os.environ,
-        **NCCL_ALONE,
+        "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -87,11 +89,10 @@ def start_ranks(job: dict[str, Any], mode: str, out: Path, given: Any) -> list[A
     for rank in range(ranks):
         place = out / f"job.{rank}.json"
         place.write_text(json.dumps(job | {"mode": balancer, "rank": rank, "ranks": ranks}))
-        environment = common | {
-            "NCCL_HOSTID": f"host{rank}",
-            "SERVED_WATCH": str((out / f"seen.{rank}.npz").resolve()),
-        }
-        if given.device == "cpu":
+        environment = common | {"SERVED_WATCH": str((out / f"seen.{rank}.npz").resolve())}
+        if given.device == "cuda":
+            environment |= links_of(rank, given.way, transport.library())
+        else:
             cores = [str(number % (os.cpu_count() or 1)) for number in range(ranks)]
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
             environment |= {"SERVED_ON_CPU": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--way", choices=transport.WAYS, help="default: own, or sockets if shared")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--rounds-of-topic", type=int, default=8)
     parser.add_argument("--per-round", type=int, default=32)
@@ -237,6 +239,10 @@ def main() -> None:
     parser.add_argument("--at-once", action="store_true", help="all modes at the same time")
     parser.add_argument("--linger-s", type=float, default=3)
     given = parser.parse_args()
+    if given.way is None and given.device == "cuda":
+        import torch
+
+        given.way = "own" if given.ranks <= torch.cuda.device_count() else "sockets"
     ports = [20000 + os.getpid() % 20000 + 200 * number for number in range(len(given.modes))]
     at_once = len(given.modes) if given.at_once else 1
     with ThreadPoolExecutor(at_once) as pool:
