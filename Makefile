@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 ENGINES := vllm sglang
 # Releases with the same structure, beside those of tests/engines/ENGINE.txt.
 RELEASES := vllm==0.31.0 vllm==0.32.0 sglang==0.5.21 sglang==0.5.22
+# ENVIRONMENT[,ENGINE]: its pytest. Each engine wants another numba, and numba's files of one version
+# replace those of another: an engine's environments keep theirs apart from those beside the source.
+pytest_in = NUMBA_CACHE_DIR=$(CURDIR)/.venv-$(or $(2),$(1))/numba .venv-$(1)/bin/python -m pytest -W default
 
 # Tests start hundreds of processes: each would compile the project's modules again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -41,7 +44,7 @@ test-gpu:
 # The real wheels of serving engines, on a CPU: each in an environment of its own.
 test-engines: $(ENGINES:%=.venv-%/packages.txt)
 	for engine in $(ENGINES); do \
-		.venv-$$engine/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
+		$(call pytest_in,$$engine) -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
 	done
 
 # The same with each release that loads, in environments that share all packages but the engine.
@@ -49,7 +52,7 @@ test-engines-releases: $(ENGINES:%=.venv-%/packages.txt)
 	for release in $(RELEASES); do \
 		engine=$${release%%==*}; number=$${release##*==}; \
 		tests/engines/environment.sh $$engine $$number || exit 1; \
-		.venv-$$engine-$$number/bin/python -m pytest -W default -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
+		$(call pytest_in,$$engine-$$number,$$engine) -m "not gpu" -o faulthandler_timeout=3600 tests/engines/test_*.py tests/engines/$$engine $(ARGS) || exit 1; \
 	done
 
 # What of each engine's newest wheel the plug-in does not have: a report, which fails nothing.
@@ -58,12 +61,12 @@ newest-engines: $(VENV)/.dev
 
 # A part of them for CI, within four minutes: what another release of an engine would break first.
 test-engines-smoke: .venv-vllm/packages.txt
-	.venv-vllm/bin/python -m pytest -W default -m "not gpu" tests/engines/test_guards.py tests/engines/test_used_symbols.py \
+	$(call pytest_in,vllm) -m "not gpu" tests/engines/test_guards.py tests/engines/test_used_symbols.py \
 		tests/engines/vllm/test_conform.py tests/engines/vllm/test_guards.py tests/engines/vllm/test_groups.py $(ARGS)
 
 # vLLM's CPU build serves a tiny model with the plug-in; minutes.
 test-engines-served: .venv-served/packages.txt
-	.venv-served/bin/python -m pytest -W default -m slow tests/engines/vllm/test_served.py $(ARGS)
+	$(call pytest_in,served) -m slow tests/engines/vllm/test_served.py $(ARGS)
 
 .venv-%/packages.txt: pyproject.toml tests/engines/%.txt tests/engines/environment.sh
 	PYTHON=$(PYTHON) tests/engines/environment.sh $*

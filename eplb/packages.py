@@ -68,6 +68,8 @@ def check_packages(names: Sequence[str] = PACKAGES) -> None:
             )
 
 
+# ``pip install eplb`` brings these; an engine's environment gets the package alone, without them.
+LIBRARIES = ("numba", "scipy", "zstandard")
 # By the name of the module; pyproject.toml names the distributions.
 EXTRA_OF = {
     "torch": "runtime",
@@ -87,22 +89,25 @@ EXTRA_OF = {
 
 @contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """Refuse what needs an optional library that is not installed.
+    """Refuse what needs a library that is not installed.
 
     Args:
         what: needs the libraries that the block imports, for the message.
 
     Raises:
-        ConfigError: one of them is missing; the message names the extra that brings it.
+        ConfigError: one of them is missing; the message names it, or the extra that brings it.
     """
     try:
         yield
     except ModuleNotFoundError as exc:
         library = (exc.name or "").partition(".")[0]
-        if library not in EXTRA_OF:
+        if library in EXTRA_OF:
+            extra = f"[{EXTRA_OF[library]}]'"
+            wanted = f"'eplb{extra}, in a clone '.{extra}"
+        elif library in LIBRARIES:
+            wanted = library
+        else:
             raise
-        extra = f"[{EXTRA_OF[library]}]'"
         raise ConfigError(
-            f"{what} needs {library}, which is not installed, "
-            f"expected: pip install 'eplb{extra}, in a clone '.{extra}"
+            f"{what} needs {library}, which is not installed, expected: pip install {wanted}"
         ) from exc

@@ -56,11 +56,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         if COMPILED.search(path.read_text())
     ]
     cache = getattr(config, "cache", None)  # none with ``-p no:cacheprovider``
-    if cache is None or cache.get("eplb/compiled", None) != stamp:
+    key = f"eplb/kernels{sys.prefix}"  # an engine's environment has a numba of its own
+    if cache is None or cache.get(key, None) != stamp:
         # By no command of ours: a GPU host has the packages and no installation.
         subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, check=True)
         if cache is not None:
-            cache.set("eplb/compiled", stamp)
+            cache.set(key, stamp)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

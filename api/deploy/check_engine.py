@@ -12,12 +12,13 @@ from typing import Any
 
 from api.deploy.check import Finding, as_finding
 from eplb.errors import ConfigError, EplbError
+from eplb.packages import LIBRARIES
 from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE
 from rebalance.engines import trtllm_options
 from rebalance.engines.common.command import Remark, command_of, model_config_of
 from rebalance.engines.common.guards import untried
 from rebalance.engines.common.plugin_settings import settings_of
-from rebalance.engines.common.start import LIBRARIES, check_libraries
+from rebalance.engines.common.start import check_libraries
 from rebalance.engines.common.store_link import why_kept
 from rebalance.engines.sglang import options as sglang_options
 from rebalance.engines.vllm import options as vllm_options

@@ -22,11 +22,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from eplb.declared import Meaning, Setting, check_fields
 from eplb.errors import EplbError, StoreError
-from telemetry.state.store import StateStore
+
+if TYPE_CHECKING:
+    from telemetry.state.store import StateStore  # a command whose library is missing says so
 
 FIRST_DELAY_S = 0.1  # of a restart; doubled with each that follows soon
 PAUSE_S = 60.0  # delay of a restart beyond the budget: a repair of the cause takes minutes

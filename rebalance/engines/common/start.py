@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import eplb
 from eplb.core.model import named_ranks
 from eplb.errors import ConfigError, RankError, reason_of
-from eplb.packages import PACKAGES, check_packages
+from eplb.packages import LIBRARIES, PACKAGES, check_packages
 from eplb.settings.loader import CONFIG_VARIABLE, GROUP_VARIABLE, PROFILE_NAME
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ GAUGE = "eplb_engine_plugin_loaded"
 PREFIX = "eplb-plugin"
 REFUSED = "refused: "  # before the reason of a rank that cannot take part
 PATIENCE_S = 10.0  # before a rank says whom it waits for
-LIBRARIES = ("numba", "scipy", "zstandard")  # that the plug-in needs and an engine may lack
 LOG_FORMAT = "EPLB %(levelname)s %(asctime)s [%(process)d] %(message)s"
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from api.deploy.check_engine import check_engine
 from eplb.errors import ConfigError
 from telemetry import open_store
 from telemetry.state.live import Control
+from tests.support.packages import packages_without
 from tests.support.redis_servers import free_port
+from tests.support.repository import ROOT
 
 COMMAND = (
     "vllm serve MODEL -dp 32 --enable-expert-parallel --enable-eplb "
@@ -78,6 +83,21 @@ def test_command_is_refused_where_vllm_cannot_read_it(store: str, tmp_path: Path
     found = findings(store, tmp_path, "vllm serve MODEL --enable-ebpl")["vllm"]
 
     assert "its command and its release are not checked; the environment of the engine" in found
+
+
+@pytest.mark.parametrize("library", ["scipy", "numba", "zstandard"])
+def test_missing_library_is_named_by_the_command(library: str, store: str, tmp_path: Path) -> None:
+    file = tmp_path / "eplb.toml"
+    file.write_text(f"[deployment]\nname = 'prod'\nstore = '{store}'\n", encoding="utf-8")
+    packages = packages_without(library, tmp_path / "packages")
+    environ = os.environ | {"EPLB_CONFIG": str(file), "PYTHONPATH": f"{ROOT}{os.pathsep}{packages}"}
+    command = [sys.executable, "-S", "-m", "api.cli.main", "check", "--engine", COMMAND]
+
+    ended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+
+    assert ended.returncode == 2, ended.stderr
+    assert f"expected: pip install {library}\n" in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_libraries_that_are_installed_are_not_named(store: str, tmp_path: Path) -> None:

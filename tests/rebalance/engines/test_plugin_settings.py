@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from eplb.errors import ConfigError
 from rebalance.engines.common.plugin_settings import PluginSettings, settings_of
 from rebalance.engines.vllm.entry import load
 from tests.support.documents import files_of
+from tests.support.packages import packages_without
 from tests.support.repository import ROOT
 
 
@@ -105,15 +105,6 @@ def test_log_of_a_plugin_has_a_prefix_in_a_process_that_configures_none(tmp_path
 
     assert ended.returncode == 0, ended.stderr
     assert re.match(r"EPLB ERROR .* the EPLB plug-in is not loaded: unknown key", ended.stderr)
-
-
-def packages_without(name: str, folder: Path) -> Path:
-    """A folder with the packages of this environment but one."""
-    folder.mkdir()
-    for file in Path(sysconfig.get_path("purelib")).iterdir():
-        if file.name.partition("-")[0] != name and file.suffix != ".pth":
-            (folder / file.name).symlink_to(file)
-    return folder
 
 
 @pytest.mark.parametrize(
