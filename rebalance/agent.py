@@ -48,8 +48,6 @@ from rebalance.swap.weight_update import WeightUpdate
 from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from rebalance.types import SWITCHED_OFF, StepCounter
-from rebalance.weights.link.server import LinkServer
-from rebalance.weights.rank_link import GroupName, Served, serve_slots
 from runtime.counters import SlotCounter
 from runtime.streams import Completion
 from telemetry.state.live import Control
@@ -137,7 +135,6 @@ class RankAgent:
             lambda records: watcher.do(partial(mover.read_ahead, records)),
         )
         self._step_timer = StepTimer(links.monotonic)
-        self._link_server: LinkServer | None = None
         # Number of a pass, and what is called once that is over.
         self._first_pass: tuple[int, Callable[[], None]] | None = None
         self._is_recovering = False  # after a death: no step of this agent may follow
@@ -148,22 +145,7 @@ class RankAgent:
     # -- what the serving process calls
 
     def start(self) -> None:
-        """Start the threads, and let other ranks ask for what this one holds, if they may.
-
-        Raises:
-            MigrationError: the address at which they ask cannot be listened on.
-        """
-        if (addresses := self._settings.config.rank_links) is not None:
-            slots, settings = self.parts.slots, self._settings
-            group = GroupName(settings.run, settings.membership)
-
-            def served() -> Served:
-                # The state first: if no update was under way then, its version serves.
-                state = self.shared.state
-                held = slots.held(self.placement)
-                return Served(held, state.weights_version, state.next_weights is None)
-
-            self._link_server = serve_slots(addresses, self._rank, group, slots.bank, served)
+        """Start the threads."""
         self.watcher.start()
 
     def step(self, step: int | None = None, phase: LoadPhase | None = None) -> bool:
@@ -394,9 +376,6 @@ class RankAgent:
         After an error of this rank's own the others detect a death; else it is an orderly leave.
         """
         self.watcher.close()
-        self._links.sources.close()
-        if self._link_server is not None:
-            self._link_server.close()
         self._links.votes.close(is_failure=self._has_failed)
         self.voter.pending = None  # its exchange keeps the group's sockets open
 

@@ -29,7 +29,6 @@ from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.expert_records import Tensors, offer, origin_of, together
-from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
@@ -60,8 +59,6 @@ def take_experts(
     model: ModelShape,
     experts: ExpertSchema | ExpertBank,
     placement: Placement,
-    *,
-    membership: int,
 ) -> tuple[ExpertBank, torch.Tensor, GlooVotes, WeightSources]:
     """Have this rank's slots hold what the placement says, and agree on it; collective.
 
@@ -122,14 +119,10 @@ def take_experts(
             cache = _offered(place, bank, placement, digests, network.join_deadline_s)
         told = gathered(bank.handle, place.groups.votes)
         handles = dict(zip(members, map(str, told), strict=True))
-        others = None
-        if config.rank_links is not None:
-            others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
         sources, why = checked_sources(
             rank,
             bank,
             cache,
-            others,
             open_peers=lambda: _open_peers(place, bank, unmapped, handles),
             known=KnownRecords(placement, place.topology, digests),
             group=place.groups.votes,

@@ -146,9 +146,7 @@ def build_rank(
     if not isinstance(experts, ExpertSchema | ExpertBank):
         experts = experts(place, placement)
     _check_fit(model, placement, place, experts)
-    bank, digests, votes, sources = take_experts(
-        config, place, model, experts, placement, membership=membership
-    )
+    bank, digests, votes, sources = take_experts(config, place, model, experts, placement)
     reporting = config.reporting
     reporter = Reporter(
         store, spool=reporting.spool_of(place.rank), tempo=reporting.tempo, seed=place.rank

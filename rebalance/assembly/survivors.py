@@ -44,7 +44,6 @@ from rebalance.recovery import NewGroups, StoreRendezvous, let_go, recover, rejo
 from rebalance.stage.share import RankSlots
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient, HostCacheEnded
-from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import HOST, WeightSources
 from runtime.dispatch.all_to_all import first_sentence
 from runtime.group import CPU, gathered, set_deadline
@@ -261,7 +260,7 @@ def serve_in(
         groups: the same.
         survival: its topology, and the placement that it serves, which the store has.
         slots: this rank's.
-        sources: where experts come from, but for other ranks that are asked.
+        sources: where experts come from.
         step: number of the next forward pass.
         stages: gets the seconds.
         event: kind and further facts of the event that this rank writes; None: another one does.
@@ -275,7 +274,7 @@ def serve_in(
     links = replace(
         links,
         votes=groups.votes,
-        sources=_sources(sources, settings, place.rank, slots.bank.schema.record_bytes),
+        sources=sources,
         loss=StoreLoss(built.store, run),
         serves=groups.votes.begin_beats,
     )
@@ -358,17 +357,6 @@ def refill(
                 )
         with suppress(MigrationError):
             host.release(records)
-
-
-def _sources(
-    before: WeightSources, settings: AgentSettings, rank: int, record_bytes: int
-) -> WeightSources:
-    """The same sources with new connections to other ranks: a connection belongs to one group."""
-    others, addresses = None, settings.config.rank_links
-    if addresses is not None:
-        group = GroupName(settings.run, settings.membership)
-        others = OtherRanks(addresses, rank, group, record_bytes)
-    return WeightSources(before.slots, before.host, others)
 
 
 def agreed(

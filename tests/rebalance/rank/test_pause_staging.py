@@ -72,7 +72,7 @@ def test_forgotten_pause_ends_at_its_deadline_and_is_logged(
     stage_up_to_the_pause(group)
     assert stands_still(group)
 
-    with caplog.at_level(logging.WARNING, "rebalance.weights.link.limits"):
+    with caplog.at_level(logging.WARNING, "rebalance.stage.lanes"):
         group.time.skip(FORGOTTEN_S)
         group.step_until(lambda: group.generation() == 1)
 
