@@ -94,6 +94,9 @@ class Member:
         """Ranks whose liveness connections broke, as far as this rank has been told."""
         return self.known_dead
 
+    def begin_beats(self) -> None:
+        """Nobody is silent here."""
+
     def close(self, *, is_failure: bool = False) -> None:
         """Leave; only a death makes a rank dead here."""
 
@@ -482,6 +485,9 @@ class Transport(WeightSources):
     def invalidate(self, version: int, *, deadline_s: float) -> None:
         """Have no older records on the host."""
         self._host.invalidate(version, deadline_s=deadline_s)
+
+    def end_copies(self) -> None:
+        """Copies that are under way stay so: the rank does not go on elsewhere."""
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order a chunk."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
@@ -25,12 +24,13 @@ from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.assembly.controller import build_controller
-from rebalance.assembly.experts import RankPlace, torch_failures
-from rebalance.assembly.group import RankGroups, join_votes
+from rebalance.assembly.experts import torch_failures
+from rebalance.assembly.group import join_votes
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.assembly.rank import build_rank
 from rebalance.controller.loop import ControllerSettings
 from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.rank.group import Group
 from rebalance.rank.watcher import POLL_S
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
@@ -42,6 +42,7 @@ from telemetry.load.reporter import Tempo
 from telemetry.state.store import StateStore
 from tests.support.launch import launch
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalVotes
 from tests.support.models.engine_rank import EngineSetup, serve
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import begin_run
@@ -203,18 +204,11 @@ def refusal(
     store: StateStore,
 ) -> str:
     """Why the one rank of a group cannot be built."""
-    group = dist.group.WORLD
-    assert group is not None
-    place = RankPlace(
-        0,
-        "run",
-        Topology.uniform(1, 1, slots_per_rank=10),
-        RankGroups(group, group),
-        torch.device("cpu"),
-        HostCacheAddress("nobody", SECRET),
-    )
+    topology = Topology.uniform(1, 1, slots_per_rank=10)
+    group = Group(0, "run", topology, LocalVotes(1).member(0), control=dist.group.WORLD)
+    nobody = HostCacheAddress("nobody", SECRET)
     try:
-        build_rank(config_of(), place, model, experts, store)
+        build_rank(config_of(), group, nobody, model, experts, store)
     except (ConfigError, StoreError) as exc:
         return f"{type(exc).__name__}: {exc}"
     return "built"
@@ -252,19 +246,15 @@ def test_death_of_a_peer_while_experts_are_prepared_is_named(
     """Each rank has filled its slots; rank 1 leaves the build when the agreement begins."""
 
     def build(rank: int) -> str:
-        group = dist.group.WORLD
-        assert group is not None
-        topology = Topology.uniform(1, 2, slots_per_rank=5)
-        cache = HostCacheAddress("nobody", SECRET)
-        place = RankPlace(
-            rank, "run-7", topology, RankGroups(group, group), torch.device("cpu"), cache
-        )
-        votes = GlooVotes(group)
+        world = dist.group.WORLD
+        assert world is not None
+        votes = GlooVotes(world)
+        group = Group(rank, "run-7", Topology.uniform(1, 2, slots_per_rank=5), votes)
         if rank == 1:
             votes.close(is_failure=True)
             return "left"
         try:
-            with torch_failures(place, "its first experts", votes):
+            with torch_failures(group, "its first experts"):
                 raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")  # as gloo's
         except RankError as exc:
             return str(exc)
@@ -278,7 +268,7 @@ def test_death_of_a_peer_while_experts_are_prepared_is_named(
 
 def test_votes_without_an_engines_group_are_refused() -> None:
     with pytest.raises(RankError, match="no default process group"):
-        join_votes(NetworkConfig())
+        join_votes(config_of(), Topology.uniform(1, 1, slots_per_rank=10))
 
 
 def test_controller_built_over_a_stores_url_takes_the_lease(
