@@ -1,4 +1,4 @@
-"""The rebalancer: a rank's agent, the controller, and how experts move between them.
+"""The rebalancer: a rank, the controller, and how experts move between them.
 
 Names are imported when they are first used, and torch with those of the rank.
 """
@@ -8,25 +8,24 @@ from typing import TYPE_CHECKING
 from eplb.packages import check_packages, lazy_exports
 
 if TYPE_CHECKING:
-    from rebalance.agent import RankAgent
     from rebalance.controller.loop import Controller, ControllerSettings
-    from rebalance.rank.parts import AgentSettings, Links
+    from rebalance.rank.group import Group
+    from rebalance.rank.rank import Rank
     from rebalance.stage.stage_settings import LinkBudget, StageSettings
 
 __all__ = [
-    "AgentSettings",
     "Controller",
     "ControllerSettings",
+    "Group",
     "LinkBudget",
-    "Links",
-    "RankAgent",
+    "Rank",
     "StageSettings",
 ]
 
 _EXPORTS = {
-    "rebalance.agent": "RankAgent",
     "rebalance.controller.loop": "Controller ControllerSettings",
-    "rebalance.rank.parts": "AgentSettings Links",
+    "rebalance.rank.group": "Group",
+    "rebalance.rank.rank": "Rank",
     "rebalance.stage.stage_settings": "LinkBudget StageSettings",
 }
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

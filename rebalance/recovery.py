@@ -19,8 +19,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event, Thread
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -35,13 +36,19 @@ from eplb.migration.recovery import (
     decide,
     is_minority,
     is_settled,
+    run_of,
 )
-from rebalance.agent import REPORT_DEADLINE_S, RankAgent
+from rebalance.assembly.config import RankConfig
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.rank.group import Group
 from runtime.group import CPU, form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
+if TYPE_CHECKING:
+    from rebalance.rank.rank import Rank
+
+REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its survivor report
 RETRY_S = 0.05  # from one try of a store that fails to the next
 MINORITY_S = 2.0  # for the record of the others, by ranks that take most of the group for dead
 # For a report of the other half, by the half without the lowest rank: one that was cut off, and is
@@ -67,7 +74,7 @@ class Deadlines:
 
 
 def recover(
-    survivor: RankAgent,
+    survivor: Rank,
     store: StateStore,
     *,
     deadlines: Deadlines | None = None,
@@ -78,7 +85,7 @@ def recover(
     Afterwards every survivor holds one placement, and the store has it as committed.
 
     Args:
-        survivor: this rank's agent.
+        survivor: this rank.
         store: in which they agree.
         deadlines: of its steps.
         clock: of the deadlines.
@@ -119,7 +126,7 @@ def recover(
 
 
 def _agree(
-    survivor: RankAgent,
+    survivor: Rank,
     store: StateStore,
     report: SurvivorReport,
     reports_s: float,
@@ -170,9 +177,7 @@ def _agree(
         store.wait(version, min(left_s, RETRY_S))
 
 
-def _written_end(
-    survivor: RankAgent, store: StateStore, report: SurvivorReport
-) -> WrittenEnd | None:
+def _written_end(survivor: Rank, store: StateStore, report: SurvivorReport) -> WrittenEnd | None:
     """The end of this rank's migration in the store, if a dead rank has written it."""
     committed = store.committed()
     if committed is None or committed.plan_id != report.plan_id or report.plan_id == NO_PLAN:
@@ -192,9 +197,7 @@ def _own_run(record: Recovery, report: SurvivorReport) -> Recovery:
     return record
 
 
-def _await_commit(
-    store: StateStore, survivor: RankAgent, record: Recovery, retries: _Retries
-) -> None:
+def _await_commit(store: StateStore, survivor: Rank, record: Recovery, retries: _Retries) -> None:
     """Wait until the store names what the survivors hold. Their commit writers write it."""
     mine = survivor.placement
     while True:
@@ -246,16 +249,6 @@ class _Retries:
 # -- the new group
 
 
-@dataclass(frozen=True)
-class NewGroups:
-    """The ranks of a new group, as ``RankGroups`` has them, with their votes."""
-
-    tokens: dist.ProcessGroup
-    control: dist.ProcessGroup  # of ``votes``, and for what ranks agree on before they serve
-    votes: GlooVotes
-    members: Sequence[int]  # by their number in the deployment, in the order of the groups
-
-
 def let_go(held: list[object]) -> None:
     """Delete what refers to gloo groups that nobody uses any more, with their sockets and threads.
 
@@ -270,54 +263,63 @@ def let_go(held: list[object]) -> None:
 
 def rejoin(
     name: str,
+    before: Group,
     members: Sequence[int],
-    rendezvous: Store,
-    rank: int,
+    rendezvous: StoreRendezvous,
     *,
-    host: str | None = None,
-    deadline_s: float = 20.0,
-    silence_s: float = 0.0,
-    check: Callable[[], None] = lambda: None,
-    device: torch.device = CPU,
-) -> NewGroups:
-    """Form new groups, separate from those that serve or are broken; each member calls this.
+    run: str,
+    config: RankConfig,
+) -> Group:
+    """Form the next group, separate from one that serves or is broken; each member calls this.
 
-    gloo waits for a rank that never comes up to its deadline. So the groups are formed on a thread
-    of their own, which is left alone once ``check`` fails.
+    gloo waits for a rank that never comes up to its deadline. So the group is formed on a thread of
+    its own, which is left alone once the rendezvous' check fails.
 
     Args:
-        name: tells the keys of these groups from those of others in the rendezvous.
-        members: ranks by their number in the deployment, in the order of the groups.
-        rendezvous: a store that outlives every rank; see ``StoreRendezvous``.
-        rank: this one.
-        host: as for the votes of the first group.
-        deadline_s: for all to have joined.
-        silence_s: as for the votes of the first group.
-        check: called while others are waited for: what it raises gives the groups up.
-        device: whose tensors are exchanged as tokens.
+        name: tells the keys of this group from those of others in the rendezvous.
+        before: the group that this rank is in.
+        members: of the next one, in order.
+        rendezvous: its membership, and the deadline for all to have joined.
+        run: in which the members started.
+        config: how ranks reach each other.
 
     Raises:
         RankError: a member died or timed out meanwhile.
     """
+    rank, device, deadline_s = before.rank, before.device, rendezvous.deadline_s
     place, size = members.index(rank), len(members)
-    is_void, made = Event(), Future[NewGroups]()
+    alive = np.isin(np.arange(before.topology.num_ranks), members)
+    is_void, made = Event(), Future[Group]()
 
-    def formed(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
+    def form_one(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
         store = PrefixStore(f"{name}-{what}", rendezvous)
         return form_group(store, place, size, deadline_s=deadline_s, device=device)
 
-    def form() -> NewGroups:
+    def form() -> Group:
         # NCCL goes on to listen; its group is formed before listeners are closed.
-        tokens = formed("tokens", device) if device != CPU else None
+        tokens = form_one("tokens", device) if device.type != "cpu" else None
         with gloo_listeners_closed():
-            tokens = tokens or formed("tokens")
-            control = formed("control")
+            tokens = tokens or form_one("tokens")
+            control = form_one("control")
             if is_void.is_set():  # else listeners were closed that later groups have opened since
                 raise RankError(f"the groups {name!r} were given up")
         votes = GlooVotes(
-            control, host=host, deadline_s=deadline_s, silence_s=silence_s, members=members
+            control,
+            host=config.host_of(rank),
+            deadline_s=deadline_s,
+            silence_s=config.silence_s,
+            members=members,
         )
-        return NewGroups(tokens, control, votes, members)
+        return Group(
+            rank,
+            run_of(run, rendezvous.membership),
+            replace(before.topology, alive=alive),
+            votes,
+            tokens,
+            control,
+            rendezvous.membership,
+            device,
+        )
 
     def run() -> None:
         try:
@@ -328,7 +330,7 @@ def rejoin(
     Thread(target=run, name="eplb-new-groups", daemon=True).start()
     while not made.done():
         try:
-            check()
+            rendezvous.look()
         except BaseException:
             is_void.set()
             made.add_done_callback(_close_late)
@@ -340,7 +342,7 @@ def rejoin(
         raise RankError(f"rank {rank} cannot join ranks {list(members)}: {exc}") from exc
 
 
-def _close_late(made: Future[NewGroups]) -> None:
+def _close_late(made: Future[Group]) -> None:
     """Have the others notice that groups were given up, which were formed too late."""
     if made.exception() is None:
         made.result().votes.close(is_failure=True)
@@ -360,18 +362,18 @@ class StoreRendezvous(Store):
         self, store: StateStore, membership: int, check: Callable[[], None], deadline_s: float
     ) -> None:
         super().__init__()
-        self._store, self._membership, self._check = store, membership, check
-        self._deadline_s = deadline_s
+        self._store, self.membership, self.look = store, membership, check
+        self.deadline_s = deadline_s
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # so it is called
         """Set a key, for the others to read."""
-        self._store.put_meeting(self._membership, key, bytes(value))
+        self._store.put_meeting(self.membership, key, bytes(value))
 
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it is there."""
-        deadline, pause_s = Deadline.after(self._deadline_s, time.monotonic), MEET_S
-        while (found := self._store.meeting(self._membership, key)) is None:
-            self._check()
+        deadline, pause_s = Deadline.after(self.deadline_s, time.monotonic), MEET_S
+        while (found := self._store.meeting(self.membership, key)) is None:
+            self.look()
             if deadline.has_passed:
                 raise RankError(f"the ranks did not meet in time: {key} is missing")
             Event().wait(pause_s)
@@ -385,4 +387,4 @@ class StoreRendezvous(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
-        return all(self._store.meeting(self._membership, key) is not None for key in keys)
+        return all(self._store.meeting(self.membership, key) is not None for key in keys)

@@ -61,6 +61,9 @@ class VoteGroup(Protocol):
     def dead(self) -> frozenset[int]:
         """Ranks that are known to be gone: no vote of theirs will come."""
 
+    def begin_beats(self) -> None:
+        """Be known as a rank that serves: silence is a death from now on. Idempotent."""
+
     def close(self, *, is_failure: bool = False) -> None:
         """Leave the group, so that no other rank takes this one for dead; after a failure, so that
         every other one does.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from api.config.certificate import Certificate
 from eplb.declared import Setting, check_fields
 from eplb.errors import ConfigError, UnfitSetting
-from rebalance.weights.link.tls import Certificate, TlsFiles
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 Layout = Literal["eplb", "transformers"]
@@ -99,39 +99,12 @@ class TopologySettings:
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """Ports, the secret and the certificates of a deployment."""
+    """Ports of a deployment."""
 
     rendezvous_port: Annotated[
         int,
         Setting("where ranks meet, on the first host (MASTER_PORT)", at_least=1, at_most=65_535),
     ] = 29400
-    host_cache_port: Annotated[
-        int, Setting("port of a host cache, for other hosts", at_least=1, at_most=65_535)
-    ] = 23718
-    rank_port: Annotated[
-        int, Setting("port of the first rank link of a host", at_least=1, at_most=65_535)
-    ] = 23719
-    tls_certificate_file: Annotated[
-        Path | None,
-        Setting("certificate of this host, for links with TLS; none: links are not encrypted"),
-    ] = None
-    tls_key_file: Annotated[
-        Path | None, Setting("key of the certificate, without a passphrase")
-    ] = None
-    tls_ca_file: Annotated[
-        Path | None, Setting("authorities that certificates of other hosts are accepted by")
-    ] = None
-
-    @property
-    def tls(self) -> TlsFiles | None:
-        """Files of links with TLS; None: they have none.
-
-        Raises:
-            ConfigError: one is not set.
-        """
-        names = "tls_certificate_file", "tls_key_file", "tls_ca_file"
-        given = _files_together(self, "network", *names)
-        return TlsFiles(Certificate(*given[:2]), given[2]) if given else None
 
 
 @dataclass(frozen=True)
@@ -141,10 +114,6 @@ class RecordSources:
     record_file: Annotated[bool, Setting("keep expert records in a file beside the weights")] = (
         False
     )
-    other_hosts: Annotated[
-        Literal["off", "before_disk", "after_disk"],
-        Setting("whether and when records are requested from other hosts and their ranks"),
-    ] = "off"
 
 
 @dataclass(frozen=True)
@@ -200,17 +169,14 @@ class HttpSettings:
         Raises:
             ConfigError: its key is not set, or the key without it.
         """
-        given = _files_together(self, "http", "tls_certificate_file", "tls_key_file")
-        return Certificate(*given) if given else None
-
-
-def _files_together(settings: object, section: str, *names: str) -> list[Path]:
-    """Files that are of use only together: all of them, absolute, or none."""
-    found = {f"{section}.{name}": getattr(settings, name) for name in names}
-    given = {name: path.absolute() for name, path in found.items() if path is not None}
-    if given and len(given) < len(names):
-        missing = next(name for name in found if name not in given)
+        chain, key = self.tls_certificate_file, self.tls_key_file
+        if chain is not None and key is not None:
+            return Certificate(chain.absolute(), key.absolute())
+        if chain is key:
+            return None
+        missing, given = "tls_certificate_file", "tls_key_file"
+        if key is None:
+            missing, given = given, missing
         raise ConfigError(
-            f"{missing} is not set and {next(iter(given))} is, expected both or none of them"
+            f"http.{missing} is not set and http.{given} is, expected both or none of them"
         )
-    return list(given.values())

@@ -28,8 +28,8 @@ the short names in brackets:
 layers = 4              # model.layers, EPLB_LAYERS
 [planner]
 policy = "greedy"       # planner.policy, EPLB_POLICY
-[host_link]
-silence_s = 5.0         # EPLB_HOST_LINK__SILENCE_S: transport.silence_s exists too
+[host_cache]
+records = 64            # EPLB_HOST_CACHE__RECORDS: engine.records exists too
 ```
 
 Addresses in `EPLB_TOPOLOGY__HOSTS` are separated by commas. The secret of a deployment is no

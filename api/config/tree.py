@@ -30,7 +30,6 @@ from rebalance.controller.settings import ControllerSettings
 from rebalance.engines.common.plugin_settings import EngineSettings
 from rebalance.stage.stage_settings import StageBudgets
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from rebalance.weights.link.secret import SecretSettings
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
@@ -53,9 +52,7 @@ class Settings(SettingsTree):
         TopologySettings,
     )
     network = Section(
-        "Ports, deadlines and the secret of a deployment. Ports are alike on every host. Each rank "
-        "of a host has its own rank link: `rank_port` is that of the first. Both kinds of links "
-        "listen only with `host_cache.other_hosts`.",
+        "The port, deadlines and the secret of a deployment.",
         NetworkSettings,
         SecretSettings,
         NetworkConfig,
@@ -70,11 +67,9 @@ class Settings(SettingsTree):
     staging = Section(
         "What staging may take of links. 0: the default of the device (CPU or GPU).", StageBudgets
     )
-    transport = Section("Transfers between ranks of different hosts.", RankLinkSettings)
     host_cache = Section(
         "The records that a host keeps in memory for its ranks.", HostCacheSettings, RecordSources
     )
-    host_link = Section("Transfers between the host caches of different hosts.", HostLinkSettings)
     telemetry = Section(
         "Samples, load windows, and how long they are kept.",
         WindowSettings,

@@ -29,8 +29,9 @@ from api.demo.text import Batches, Load
 from api.processes.commands import raise_descriptor_limit, set_title
 from api.terminal.logs import LogSettings, set_process_fields, set_up_logging
 from eplb.errors import BrokenGroup, EplbError
-from rebalance.assembly.environment import EmbeddedRank, build_rank_from_env, described_by
+from rebalance.assembly.environment import build_rank_from_env, described_by
 from rebalance.assembly.plain import from_plain, to_plain
+from rebalance.rank.rank import Rank
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import layer_name
 from runtime.counters import PassCounter
@@ -38,6 +39,7 @@ from runtime.dispatch.all_to_all import AllToAllDispatcher, Dispatcher
 from runtime.model.compute import Experts, LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.streams import Completion
+from telemetry.load.reporter import Reporter
 
 if TYPE_CHECKING:
     from runtime.model.moe import CapturedStack
@@ -106,11 +108,11 @@ def main() -> None:
         log.error("rank %d cannot start: %s", number, exc)
         sys.exit(exc.rank_exit_status)
     for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, lambda *_: rank.agent.request_halt())  # all ranks end at one step
+        signal.signal(one, lambda *_: rank.request_halt())  # all ranks end at one step
     rank.counter.drain()  # proving and warming up were no load
-    set_process_fields(generation=lambda: rank.agent.placement.generation)
+    set_process_fields(generation=lambda: rank.placement.generation)
     checker, figures = CheckerClient(engine.checks), Figures(dispatcher)
-    rank.agent.start()
+    rank.start()
     while True:
         try:
             _serve(engine, rank, passes, model, checker, figures)
@@ -130,34 +132,35 @@ def main() -> None:
 
 def _serve(
     engine: EngineFile,
-    rank: EmbeddedRank,
+    rank: Rank,
     passes: PassCounter,
     model: Model,
     checker: CheckerClient,
     figures: Figures,
 ) -> None:
-    """The engine's loop; the agent is called before each forward pass."""
-    agent, here, has_tokens = rank.agent, rank.place.rank, rank.place.topology.has_tokens
+    """The engine's loop; the rank is called before each forward pass."""
+    here, has_tokens, reporter = rank.number, rank.topology.has_tokens, rank.reporter
+    assert isinstance(reporter, Reporter), "of a rank of a deployment"
     number = int(has_tokens[:here].sum()) if has_tokens[here] else -1
     num_ranks = int(has_tokens.sum())
-    is_cuda, seed = rank.place.device.type == "cuda", engine.load.seed
-    batches = Batches(engine.load, number, num_ranks, rank.place.device)
+    is_cuda, seed = rank.group.device.type == "cuda", engine.load.seed
+    batches = Batches(engine.load, number, num_ranks, rank.group.device)
     sampling = Sampling(engine.checks.every, number, num_ranks)
     begun, in_flight = time.monotonic(), Completion(is_cuda=is_cuda)
-    while agent.step():
+    while rank.step():
         started = time.perf_counter()
         step = passes.begin()
         token_ids, forced = batches.at(step, time.monotonic() - begun)
         salt = seed + 1_000_003 * step + 7919 * here
         answer = model.forward(token_ids, salt=salt, forced=forced)
-        agent.wait(in_flight)  # the host may be one step ahead of the device, not more
+        rank.wait(in_flight)  # the host may be one step ahead of the device, not more
         in_flight = Completion(is_cuda=is_cuda)
-        if sampling.is_due(step, phase := agent.phase):
-            agent.wait(in_flight)  # first: the copy would wait without asking the vote
+        if sampling.is_due(step, phase := rank.phase):
+            rank.wait(in_flight)  # first: the copy would wait without asking the vote
             checker.offer(here, step, phase, token_ids, answer, is_forced=forced is not None)
         figures.stepped(time.perf_counter() - started)
-        reported = rank.built.reporter.stats()
-        agent.notes |= {
+        reported = reporter.stats()
+        rank.notes |= {
             "samples_lost": reported.dropped,
             "store_errors": reported.errors,
             "first_token": figures.first_token or 0.0,
@@ -165,7 +168,7 @@ def _serve(
 
 
 def make_model(
-    rank: EmbeddedRank, dispatcher: str, batch_shape: tuple[int, int], *, has_forced_routes: bool
+    rank: Rank, dispatcher: str, batch_shape: tuple[int, int], *, has_forced_routes: bool
 ) -> tuple[Model, str]:
     """Make the model over the rank's slots; returns also which dispatcher it has, and why.
 
@@ -175,13 +178,13 @@ def make_model(
         batch_shape: (sequences, positions) of a step.
         has_forced_routes: whether tokens are routed as recorded, which a CUDA graph cannot do.
     """
-    device, built = rank.place.device, rank.built
+    device = rank.group.device
     made, why, experts = (
         (rank.all_to_all(), "all_to_all over gloo, the one for CPUs", LoopExperts(rank.bank))
         if device.type == "cpu"
         else _on_gpu(rank, dispatcher, batch_shape[0] * batch_shape[1])
     )
-    log.info("rank %d: dispatcher: %s", rank.place.rank, why)
+    log.info("rank %d: dispatcher: %s", rank.number, why)
     assert rank.deployment.checkpoint is not None, "the demo writes one"
     dense = {
         name: tensor.to(device)
@@ -189,7 +192,7 @@ def make_model(
     }
     model = rank.deployment.model
     layers = [
-        MoELayer(number, model.top_k, experts, built.table, made, _shared(dense, layer))
+        MoELayer(number, model.top_k, experts, rank.table, made, _shared(dense, layer))
         for number, layer in enumerate(model.layer_ids)
     ]
     stack = MoEStack(model, dense, layers)
@@ -204,23 +207,23 @@ def make_model(
     return CapturedStack(stack, shape=batch_shape, num_layers=model.num_layers, device=device), why
 
 
-def _on_gpu(rank: EmbeddedRank, name: str, num_tokens: int) -> tuple[Dispatcher, str, Experts]:
+def _on_gpu(rank: Rank, name: str, num_tokens: int) -> tuple[Dispatcher, str, Experts]:
     """Choose the first dispatcher that passes the self-test; all slots in one grouped GEMM."""
     from runtime.dispatch.table import Trial, choose_dispatcher
     from runtime.model.compute import GroupedExperts
 
-    model, topology = rank.deployment.model, rank.place.topology
+    model, topology = rank.deployment.model, rank.topology
     trial = Trial(
-        topology, model.hidden, model.top_k, num_tokens, rank.place.device, torch.bfloat16
+        topology, model.hidden, model.top_k, num_tokens, rank.group.device, torch.bfloat16
     )
     made, why = choose_dispatcher(
-        name, trial, rank.counter, rank.place.groups.tokens, max_tokens=num_tokens
+        name, trial, rank.counter, rank.group.tokens, max_tokens=num_tokens
     )
     if isinstance(made, AllToAllDispatcher):
         made = rank.all_to_all()  # this one ends at a peer's death
     pairs = num_tokens * topology.num_ranks * model.top_k
     experts = GroupedExperts(rank.bank, usual_rows=2 * pairs // topology.num_slots)
-    rank.built.measure_experts(experts)  # a CPU computes in proportion to rows
+    rank.measure_experts(experts)  # a CPU computes in proportion to rows
     return made, why, experts
 
 
@@ -236,31 +239,31 @@ def _shared(
 
 def _write(
     engine: EngineFile,
-    rank: EmbeddedRank,
+    rank: Rank,
     passes: PassCounter,
     figures: Figures,
     checker: CheckerClient,
 ) -> None:
     """Write the figures of this rank: all of the file appears, or nothing."""
-    agent, place = rank.agent, rank.place
+    run = rank.group.run
     found = vars(figures) | {
-        "run": place.run,
-        "rank": place.rank,
+        "run": run,
+        "rank": rank.number,
         "steps": passes.steps,
-        "swap_pauses_ms": agent.figures.swap_pauses_ms,
-        "samples": agent.num_samples,
-        "experts_moved": agent.figures.experts_moved,
-        "bytes_by_source": dict(agent.describe().detail["bytes_by_source"]),
+        "swap_pauses_ms": rank.figures.swap_pauses_ms,
+        "samples": rank.num_samples,
+        "experts_moved": rank.figures.experts_moved,
+        "bytes_by_source": dict(rank.describe().detail["bytes_by_source"]),
         "checks_dropped": checker.num_dropped,
     }
-    path = engine.figures / f"{place.run}-rank-{place.rank}.json"
+    path = engine.figures / f"{run}-rank-{rank.number}.json"
     unfinished = path.with_suffix(".unfinished")
     try:
         engine.figures.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(json.dumps(found), encoding="utf-8")
         unfinished.replace(path)
     except OSError as exc:
-        log.error("rank %d: %s cannot be written: %s", place.rank, path, exc.strerror)
+        log.error("rank %d: %s cannot be written: %s", rank.number, path, exc.strerror)
 
 
 if __name__ == "__main__":

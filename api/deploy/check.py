@@ -164,7 +164,6 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
         return [Finding(component, f"the certificate is valid until {until}")] if until else []
 
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("TLS of links", lambda: valid("TLS of links", check_link_certificate(deployment, host))),
         ("TLS of HTTP", lambda: valid("TLS of HTTP", certificate.check() if certificate else "")),
         ("ports", lambda: check_ports(deployment, host)),
         ("places", lambda: check_places(deployment, host)),
@@ -189,10 +188,6 @@ def ports_of(deployment: Deployment, host: int) -> Iterator[tuple[str, str, int]
     address = deployment.hosts[host]
     if host == 0:
         yield "network.rendezvous_port", address, network.rendezvous_port
-    if deployment.has_links:
-        yield "network.host_cache_port", address, network.host_cache_port
-        for local in range(deployment.settings.topology.ranks_per_node):
-            yield "network.rank_port", address, network.rank_port + local
     if http.port and is_own(numeric_address(http.host)):
         yield "http.port", numeric_address(http.host), http.port
     if http.metrics_host and http.metrics_port:
@@ -276,7 +271,7 @@ def check_memory(costs: Costs, available: int) -> Finding:
     """Compare what a host needs with what it has."""
     found = f"{amount(available)} of host memory are available, {amount(costs.host)} are needed"
     if available < costs.host:
-        return Finding("memory", found, "more memory, or another host_cache.mode than full")
+        return Finding("memory", found, "more memory, or fewer host_cache.records")
     return Finding("memory", found)
 
 
@@ -324,21 +319,6 @@ def check_versions_here(store: StateStore) -> Finding:
     found = serving(store, store.backend.now())
     shown = "".join(f", {one.component} of {one.version} serve" for one in found)
     return Finding("versions", f"this is {own.version}{shown or ', nothing serves'}")
-
-
-def check_link_certificate(deployment: Deployment, host: int) -> str:
-    """Refuse a certificate that other hosts would refuse; returns the end of its validity.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
-    tls = deployment.settings.network.tls
-    if tls is None:
-        return ""
-    try:
-        return tls.check(deployment.hosts[host])
-    except ConfigError as exc:
-        raise ConfigError(f"TLS of links: {exc}") from exc
 
 
 def check_gpu_host(costs: Costs) -> Iterator[Finding]:

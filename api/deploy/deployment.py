@@ -23,7 +23,6 @@ from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.controller.loop import ControllerSettings
 from rebalance.protocol.journal import JOURNAL_FOLDER
 from rebalance.weights.cache.address import HostCacheAddress, place_of_records
-from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from rebalance.weights.link.secret import Secret, SecretSettings, deployment_secret
 from telemetry import file_of, open_store
 from telemetry.state.live import Value
@@ -124,37 +123,6 @@ class Deployment:
         """How its controller decides."""
         return self.settings.make(ControllerSettings, pace=self.pace)
 
-    @property
-    def has_links(self) -> bool:
-        """Whether caches and ranks of different hosts give each other records."""
-        return self.settings[RecordSources].other_hosts != "off"
-
-    @cached_property
-    def host_links(self) -> HostLinkSettings | None:
-        """Where host caches listen for each other."""
-        order = self.settings[RecordSources].other_hosts
-        if order == "off":
-            return None
-        port = self.settings.network.host_cache_port
-        return self.settings.make(
-            HostLinkSettings,
-            hosts=tuple((host, port) for host in self.hosts),
-            secret=self.secret.derived("links between host caches"),
-            order=order,
-            tls=self.settings.network.tls,
-        )
-
-    @cached_property
-    def rank_links(self) -> RankLinkSettings | None:
-        """Where ranks listen for ranks of other hosts."""
-        if not self.has_links:
-            return None
-        each, first = self.settings.topology.ranks_per_node, self.settings.network.rank_port
-        addresses = tuple((host, first + local) for host in self.hosts for local in range(each))
-        key = self.secret.derived("links between ranks")
-        tls = self.settings.network.tls
-        return self.settings.make(RankLinkSettings, addresses=addresses, secret=key, tls=tls)
-
     def host_cache_address(self, host: int) -> HostCacheAddress:
         """Where ranks of a host find its cache."""
         key = self.secret.derived(f"host cache {host}", 16)
@@ -170,7 +138,7 @@ class Deployment:
             from rebalance.weights.disk.record_file import record_file_beside
 
             record_file = record_file_beside(weights)
-        return replace(given.host_cache, record_file=record_file, links=self.host_links)
+        return replace(given.host_cache, record_file=record_file)
 
     def opened_store(self) -> StateStore:
         """Open its store.
@@ -219,7 +187,6 @@ class Deployment:
             staging_experts=self.pace.staging_experts,
             stage=given.staging.on(given.topology.device),
             network=replace(given[NetworkConfig], hosts=hosts),
-            rank_links=self.rank_links,
             reporting=replace(
                 given[ReportingConfig],
                 spool_dir=given[ReportingConfig].spool_dir or state_dir / SPOOL_FOLDER,
@@ -254,7 +221,7 @@ def resolve(
         secret: in place of its own, which a host without one would make: for a look at another
             deployment.
         lookup: gives the address of a host by its name. Names are looked up here alone, because a
-            link that looked one up would have no deadline.
+            rank that looked one up would have no deadline.
         takes_engine: whether a file without a model is that of an engine.
 
     Raises:
@@ -262,7 +229,7 @@ def resolve(
             a secret that cannot be used.
         CheckpointError: the checkpoint's folder cannot be read.
     """
-    _ = settings.network.tls, settings.http.certificate  # refused where one of the files is not set
+    _ = settings.http.certificate  # refused where one of the files is not set
     # Without addresses all hosts are this machine.
     own = (f"127.0.0.{host + 1}" for host in range(settings.topology.nodes))
     hosts = _addresses(settings.topology.hosts, lookup) or tuple(own)

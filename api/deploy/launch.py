@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from api.deploy.check import check_link_certificate, port_refusal, ports_of, running_ranks
+from api.deploy.check import port_refusal, ports_of, running_ranks
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import LocalRanks
@@ -49,7 +49,6 @@ from telemetry.state.events import STOPPED, WAITING
 from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving_ranks
 from telemetry.state.store import StateStore
 
-PORTS_OF_RANKS = ("network.rendezvous_port", "network.rank_port")
 TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # length of a wait that is reported; between two reports
 LOOK_S = 1.0  # interval of looks at which ranks should serve, while one does not run
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
@@ -144,19 +143,18 @@ def check_start(launch: Launch) -> None:
             "of this host, expected none"
         )
     for setting, address, port in ports_of(launch.deployment, launch.host):
-        if setting in PORTS_OF_RANKS and (refusal := port_refusal(address, port)):
+        if setting == "network.rendezvous_port" and (refusal := port_refusal(address, port)):
             raise ConfigError(
                 f"{port} of {address} ({setting}) cannot be used: {refusal}, expected a free port"
             )
 
 
 def _check_host(launch: Launch) -> None:
-    """Refuse a program that is not there, a certificate that cannot be used, and too few GPUs."""
+    """Refuse a program that is not there, and too few GPUs."""
     if launch.module is None and shutil.which(launch.command[0]) is None:
         raise ConfigError(
             f"{launch.command[0]} cannot be started: found no such program, expected one"
         )
-    check_link_certificate(launch.deployment, launch.host)
     if launch.deployment.settings.topology.device == "cuda":
         check_gpus(len(launch.ranks))
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import closing
 from threading import Event
 
-from api.deploy.check import check_link_certificate
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint, check_same_checkpoint
@@ -133,7 +132,6 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     They are those of a checkpoint, until a serving engine with a plug-in offers its own.
 
     Raises:
-        ConfigError: a certificate cannot be used.
         CheckpointError: a weight file is missing, or is of another model, or the checkpoint is
             another one than the deployment serves.
         MigrationError: another process has the host's place, or a port, or there is no memory.
@@ -142,7 +140,6 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     from rebalance.assembly.host_cache import build_engine_records, build_host_cache
     from rebalance.weights.cache.address import place_of_records
 
-    check_link_certificate(deployment, host)
     stop, notifier, given = StopSignals(), Notifier(), deployment.settings
     set_title(f"host cache {host}")
     heart = Heartbeat(deployment.opened_store, HOST_CACHE, str(host))
@@ -150,17 +147,17 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     weights = given.model.checkpoint
     settings, server = deployment.host_cache, None
     ready = "records that an engine offers"
-    if weights is not None or deployment.has_links:
+    if weights is not None:
         model = deployment.model
         check_checkpoint(given.model, model)
         schema, address = deployment.schema, deployment.host_cache_address(host)
-        server = build_host_cache(settings, address, model, schema, weights, host=host)
+        server = build_host_cache(settings, address, model, schema, weights)
         ready = f"{model.num_layers * model.num_experts} records of {schema.record_bytes:,} bytes"
     place = place_of_records(deployment.name, deployment.secret)
-    with closing(build_engine_records(settings, place, host=host, server=server)) as records:
+    with closing(build_engine_records(settings, place, server=server)) as records:
         say(
             f"eplb host-cache: host {host} of {deployment.name}: ready: {ready}, "
-            f"mode {settings.mode}"
+            f"room for {settings.records or 'all'}"
         )
         notifier.ready()
         settle()

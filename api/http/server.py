@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from api.config.certificate import Certificate
 from api.http.connections import BoundedConnection
 from api.http.deployments import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
 from eplb.settings.deployment import loopback_address, numeric_address
-from rebalance.weights.link.tls import Certificate
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

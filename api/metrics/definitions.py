@@ -29,13 +29,11 @@ from telemetry.load.drift import Drift
 Level = Literal["default", "layer", "rank"]
 Figure = float | Durations
 
-# Peers are read on a rank's own host; other hosts fill this one's memory, or their ranks send it.
+# Peers are read on a rank's own host.
 LINK_OF_SOURCE = {
     "same_rank": "same_rank",
     "peer": "intra",
     "host": "host",
-    "other_rank": "inter",
-    "other_host": "inter",
     "disk": "disk",
 }
 
@@ -253,10 +251,7 @@ def _moved(counts: Counts) -> Iterator[Metric]:
     by_link = dict.fromkeys(LINK_OF_SOURCE.values(), 0)
     for source, link in LINK_OF_SOURCE.items():
         by_link[link] += counts.total("bytes_by_source", source)
-    bytes_help = (
-        "Bytes of experts by link; disk: into the host cache; inter: from another host, into the "
-        "host cache or into a rank."
-    )
+    bytes_help = "Bytes of experts by link; disk: into the host cache."
     yield _counter("migrated_bytes", bytes_help, by_link, "link")
     moved_help = "Experts swapped into slots."
     yield _counter("migrated_experts", moved_help, counts.total("experts_moved"))

@@ -28,7 +28,7 @@ from telemetry.state.events import (
 from telemetry.state.runs import RankState
 
 # In the order in which they are tried. The last two fill the host cache, not a slot.
-SOURCES = ("same_rank", "peer", "host", "other_rank", "other_host", "disk")
+SOURCES = ("same_rank", "peer", "host", "disk")
 SCRUB_RESULTS = ("clean", "damaged", "repaired", "lost")
 UNTOLD = "untold"  # trigger of a migration whose plan is not known
 # What an anomaly counts as, by the place that an "error" event names; any other is "other".

@@ -58,7 +58,6 @@ rendezvous_port = {port}
 join_deadline_s = 600.0
 fill_deadline_s = 1800.0
 [host_cache]
-mode = "ring"
 records = 128
 record_file = {record_file}
 [supervision]

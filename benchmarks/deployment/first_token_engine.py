@@ -46,7 +46,7 @@ def main() -> None:
         print(f"engine: {exc}", file=sys.stderr)
         sys.exit(exc.rank_exit_status)
     times["built"] = time.monotonic()
-    model, here = rank.deployment.model, rank.place.rank
+    model, here = rank.deployment.model, rank.number
     dispatcher, experts = rank.all_to_all(), LoopExperts(rank.bank)
     random = torch.Generator().manual_seed(here)
     token = torch.randn(1, model.hidden, generator=random).bfloat16()
@@ -56,8 +56,8 @@ def main() -> None:
     chosen = [order[:, : model.top_k] for order in orders]
     shares = torch.full((1, model.top_k), 1 / model.top_k)
 
-    rank.agent.start()
-    assert rank.agent.step(0, "decode"), "nobody asked for an end"
+    rank.start()
+    assert rank.step(0, "decode"), "nobody asked for an end"
     hidden, inputs, outputs = token, [], []
     for layer in layers:
         inputs.append(hidden)
@@ -77,9 +77,9 @@ def main() -> None:
     size = rank.bank.schema.record_bytes
     body = {"times": times, "is_right": is_right, "error": error, "record_bytes": size}
     (folder / f"rank-{here}.json").write_text(json.dumps(body))
-    rank.agent.request_halt()
+    rank.request_halt()
     number = 1
-    while rank.agent.step(number, "decode"):
+    while rank.step(number, "decode"):
         number += 1
     rank.close()
 

@@ -38,9 +38,7 @@ GIVEN: dict[str, Any] = {
     "planner.target_imbalance": 1.0,
     "planner.plan_windows": 1,
     "controller.back_off_s": 0.1,
-    "host_cache.mode": "ring",
     "host_cache.records": 8,
-    "host_cache.other_hosts": "before_disk",
     "telemetry.keep_samples_s": 120.0,  # so that the store is full early
     "telemetry.keep_events": 500,
 }

@@ -20,8 +20,8 @@ from threading import Event
 from typing import Any
 
 from api.demo import engine
-from rebalance.agent import RankAgent
-from rebalance.assembly import rank, survivors
+from rebalance.assembly import rank
+from rebalance.rank.rank import Rank
 
 TOKENS_VARIABLE, STEP_VARIABLE = "PAIRS_TOKENS", "PAIRS_STEP_S"
 STEP_EVERY_S = 0.05  # requests of a small deployment: two cores are not busy with it alone
@@ -47,14 +47,14 @@ class PacedFigures(engine.Figures):
         Event().wait(every_s - now % every_s)
 
 
-class NotingAgent(RankAgent):
+class NotingRank(Rank):
     """Notes what serves in each step."""
 
     def step(self, *args: Any, **kwargs: Any) -> bool:
         """Do what is due between two passes."""
         serves = super().step(*args, **kwargs)
         one = self.placement
-        run, step = self.parts.settings.run, self.parts.steps.last
+        run, step = self.group.run, self.last_step
         PacedFigures.serving = f"{run} {self.membership} {step} {one.generation} {one.hash}"
         return serves
 
@@ -114,5 +114,5 @@ def different_maps(steps: Iterable[ServedStep]) -> list[str]:
 def main() -> None:
     """Serve as the demo's engine does."""
     engine.Figures = PacedFigures  # type: ignore[misc]
-    rank.RankAgent = survivors.RankAgent = NotingAgent  # type: ignore[misc]
+    rank.Rank = NotingRank  # type: ignore[misc]
     engine.main()

@@ -44,7 +44,6 @@ SERVE_ON = {
     "agent.serve_on": True,
     "agent.silence_s": SILENCE_S,
     "topology.slots_per_rank": 10,  # two ranks hold all 16 experts
-    "host_cache.mode": "full",
     "host_cache.records": 0,
 }
 SETTLED_S, LIMIT_S, POLL_S, CUT_WITHIN_S = 5.0, 120.0, 0.1, 2.0

@@ -28,15 +28,15 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from eplb.migration.build import Migration, Pace, Source, build_migration, copy_transactions
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import most_replicas, wire_agent
+from rebalance.assembly.rank import make_slots, most_replicas
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.stage.share import RankSlots
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.types import Record, StepCounter
+from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.sources import MappedSlots, WeightSources, map_peers
 from runtime.counters import SlotCounter
@@ -263,47 +263,45 @@ def begin_store(path: Path, shapes: Shapes, num_ranks: int) -> None:
     store.close()
 
 
-def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[RankAgent, Clockwork]:
-    """The real agent, over a clock that counts whole steps."""
+def agent_of(big: BigRank, path: Path, transport: Any) -> tuple[Rank, Clockwork]:
+    """The real rank, over a clock that counts whole steps."""
     store, clock = open_store(path, DEPLOYMENT), Clockwork()
     budget = big.shapes.bytes_per_second
     stage = StageSettings() if budget == math.inf else StageSettings.while_serving(budget)
-    settings = AgentSettings(RankConfig(DEPLOYMENT, 16, 1, stage=stage), "bench", big.topology)
-    held: dict[str, Any] = {
-        "rank": big.rank,
-        "bank": big.bank,
-        "digests": big.digests,
-        "placement": big.placement,
-    }
-    links = Links(big.votes, transport, store, Reporter(store))
-    if big.shapes.ranks_per_gpu > 1:
-        return wire_emulated(settings, links, group=big.group, steps=clock, **held), clock
-    return wire_agent(settings, links, steps=clock, **held), clock
+    of = (big.rank, big.topology, big.bank, big.digests, big.placement)
+    is_emulated = big.shapes.ranks_per_gpu > 1
+    slots = emulated_slots(*of, emulated=big.group) if is_emulated else make_slots(*of)
+    rank = Rank(
+        RankConfig(DEPLOYMENT, 16, 1, stage=stage),
+        slots,
+        SlotCounter(big.placement.num_layers, big.bank.num_slots, big.bank.device),
+        store,
+        Reporter(store),
+        passes=clock,
+    )
+    rank.enter(Group(big.rank, "bench", big.topology, big.votes), big.placement, transport)
+    return rank, clock
 
 
-def wire_emulated(
-    settings: AgentSettings,
-    links: Links,
-    *,
-    group: Topology,
+def emulated_slots(
     rank: int,
+    topology: Topology,
     bank: ExpertBank,
     digests: torch.Tensor,
     placement: Placement,
-    steps: StepCounter | None = None,
-) -> RankAgent:
-    """The agent of one rank whose slots stand for those of all ranks of ``group``.
+    *,
+    emulated: Topology,
+) -> RankSlots:
+    """The slots of one rank that stand for those of all ranks of ``emulated``.
 
-    As ``wire_agent``, but the routing table has room for the replicas of the whole group.
+    As ``make_slots``, but the routing table has room for the replicas of that whole group.
     """
     table = RoutingTable(
         placement,
-        max_replicas=most_replicas(placement, group),
+        max_replicas=most_replicas(placement, emulated),
         device=bank.device,
     )
-    counter = SlotCounter(placement.num_layers, bank.num_slots, bank.device)
-    slots = RankSlots(rank, settings.topology, bank, table, digests)
-    return RankAgent(settings, slots, counter, links, placement, steps)
+    return RankSlots(rank, topology, bank, table, digests)
 
 
 def emulated_migration(

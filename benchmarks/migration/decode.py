@@ -29,7 +29,7 @@ from benchmarks.migration.big_rank import (
 from benchmarks.migration.stage import PinnedHostCache
 from benchmarks.result_table import Row
 from eplb.core.model import ModelShape
-from rebalance.agent import RankAgent
+from rebalance.rank.rank import Rank
 from rebalance.swap.swapper import StepFigures
 from runtime.streams import Completion
 
@@ -69,14 +69,14 @@ def measure_decode(rank: int, num_ranks: int, shapes: Shapes, mode: str, path: P
         publisher.close()
     figures = agent.figures
     wrong = wrong_slots(big, agent)
-    agent.close()
+    agent.leave()
     assert figures.rebalances, "nothing was migrated: there is nothing to compare"
     is_emulated = shapes.ranks_per_gpu > 1
     rows = decode_rows(f"{mode}, one GPU" if is_emulated else mode, *by_phase(step_us), figures)
     return [*rows, ("  slots with wrong bytes afterwards", str(wrong), "0")]
 
 
-def wrong_slots(big: BigRank, agent: RankAgent) -> int:
+def wrong_slots(big: BigRank, agent: Rank) -> int:
     """Live slots whose bytes are not those of the expert that they serve."""
     wait_for(big.bank.mark())
     return sum(
@@ -130,7 +130,7 @@ def decode_rows(
     ]
 
 
-def decode_step(big: BigRank, agent: RankAgent) -> Callable[[int], None]:
+def decode_step(big: BigRank, agent: Rank) -> Callable[[int], None]:
     """A captured graph of all resident layers."""
     from runtime.dispatch.deepep import DeepEPLowLatency, DeepEPShape
     from runtime.model.compute import GroupedExperts

@@ -55,7 +55,7 @@ from benchmarks.result_table import Row, keep, show
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.migration.build import Source
-from rebalance.agent import RankAgent
+from rebalance.rank.rank import Rank
 from rebalance.stage.stage_settings import SERVING_BYTES_PER_SECOND
 from runtime.routing import RoutingTable
 from tests.support.launch import launch
@@ -123,13 +123,13 @@ def measure_whole(
     moved = agent.figures.experts_moved
     if publisher is not None:
         publisher.close()
-    agent.close()
+    agent.leave()
     amounts = (clock.steps - FIRST_STEPS, moved, wrong)
     return whole_rows(big, took_s, step_s, amounts)
 
 
 def step_until_committed(
-    agent: RankAgent, clock: Clockwork, publisher: Publisher | None, step_s: float
+    agent: Rank, clock: Clockwork, publisher: Publisher | None, step_s: float
 ) -> float:
     """Publish one migration, step until it is committed, and return the seconds that took."""
     started, begun_at = time.monotonic(), clock.steps

@@ -5,7 +5,7 @@
 Writes a checkpoint of DeepSeek-V3's experts (7168 x 2048, FP8: 44 MB) and its record file under
 FOLDER, 2.2 GB with 24 records, and removes both. Every run reads cold: past the page cache, which
 is dropped before. The plain reads and the preload take turns, so that a drifting disk meets all.
-``other_host.py`` measures another host. Prints one table. Seeded.
+Prints one table. Seeded.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Cache:
         """
         address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
         settings = HostCacheSettings(
-            "ring", self.num_entries, self.record_file, num_readers=self.num_readers
+            self.num_entries, record_file=self.record_file, num_readers=self.num_readers
         )
         size, num_experts = self.schema.record_bytes, self.model.num_experts
         checkpoint = Checkpoint(self.weights)  # anew: mapped pages cannot be dropped

@@ -209,7 +209,7 @@ def stage_from_host_cache(ranks: int, shapes: Shapes, folder: Path) -> list[Row]
     weights = folder / "weights"
     write_experts(weights, shapes.model, shapes.schema)
     address = HostCacheAddress(f"bench-{os.getpid()}", os.urandom(16))
-    settings = HostCacheSettings("full")
+    settings = HostCacheSettings()
     with closing(
         HostCacheServer.of_checkpoint(
             address, Checkpoint(weights), shapes.model, shapes.schema, settings

@@ -25,7 +25,7 @@ from tests.support.deployments import OneHost
 
 MODEL = ModelShape((0, 1), num_experts=8, top_k=2, hidden=16, intermediate=8)
 THRESHOLDS = (700, 50_000)
-LOOP = '    while rank.agent.step(number, "decode"):  # before every forward pass\n'
+LOOP = '    while rank.step(number, "decode"):  # before every forward pass\n'
 # The engine's loop, with the time of each step and of each collection in it.
 TIMED = f"""    import gc, json, time
     times, took, at = {{700: [], 50_000: []}}, {{700: [], 50_000: []}}, [0.0]
@@ -42,7 +42,7 @@ TIMED = f"""    import gc, json, time
         limit = {THRESHOLDS}[number // 250 % 2]
         gc.set_threshold(limit, 10, 10)
         begun = time.perf_counter()
-        if not rank.agent.step(number, "decode"):
+        if not rank.step(number, "decode"):
             gc.callbacks.remove(noted)
             open(f"rank-{{here}}.json", "w").write(json.dumps([times, took]))
             break
@@ -50,7 +50,7 @@ TIMED = f"""    import gc, json, time
 END = """        times[limit].append(1e3 * (time.perf_counter() - begun))
         number += 1
         if number == STEPS:
-            rank.agent.request_halt()
+            rank.request_halt()
 """
 
 

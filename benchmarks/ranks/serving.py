@@ -29,11 +29,11 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError
 from eplb.migration.build import Migration, Pace, build_migration
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import NetworkConfig, RankConfig
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription, schema_of
-from rebalance.assembly.environment import EmbeddedRank, build_rank_from_env
+from rebalance.assembly.environment import build_rank_from_env
 from rebalance.assembly.host_cache import build_host_cache
+from rebalance.rank.rank import Rank as ServingRank
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from runtime.checkpoints.own_model import write_random_checkpoint
@@ -120,23 +120,18 @@ def plan_of(
 class Rank:
     """One rank that serves, and its model."""
 
-    embedded: EmbeddedRank
+    agent: ServingRank
     model: Model
     passes: PassCounter
 
     @property
-    def agent(self) -> RankAgent:
-        """The rank's agent."""
-        return self.embedded.agent
-
-    @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self.embedded.place.device
+        return self.agent.group.device
 
 
 def build_bench_rank(plan: RankPlan, rank: int) -> Rank:
-    """Build a rank up to the point where its agent can start."""
+    """Build a rank up to the point where it can start."""
     if plan.deployment.device == "cpu":
         torch.set_num_threads(1)
     environ = {
@@ -148,10 +143,10 @@ def build_bench_rank(plan: RankPlan, rank: int) -> Rank:
         "MASTER_PORT": str(plan.port),
     }
     passes = PassCounter()
-    embedded = build_rank_from_env(environ=environ, passes=passes)
-    model, _ = make_model(embedded, plan.dispatcher, plan.batch_shape, has_forced_routes=False)
-    embedded.counter.drain()  # proving and warming up were no load
-    return Rank(embedded, model, passes)
+    agent = build_rank_from_env(environ=environ, passes=passes)
+    model, _ = make_model(agent, plan.dispatcher, plan.batch_shape, has_forced_routes=False)
+    agent.counter.drain()  # proving and warming up were no load
+    return Rank(agent, model, passes)
 
 
 def run_host_cache(parent: Parent, plan: RankPlan) -> None:
@@ -407,7 +402,7 @@ def run_decode(parent: Parent, plan: RankPlan, rank: int, wanted: Decode) -> Non
     if publisher is not None:
         publisher.close()
     watch.memory.note(used_memory(built))
-    built.embedded.close()
+    built.agent.close()
     parent.send("served", watch.served())
 
 
@@ -508,7 +503,7 @@ def used_memory(built: Rank) -> int:
 
 def look_at_slots(built: Rank) -> tuple[int, int]:
     """(live slots of this rank, those whose bytes are not those of the expert that they hold)."""
-    slots = built.agent.parts.slots
+    slots = built.agent.slots
     is_wrong = [
         slots.bank.digest(layer, slot) != tuple(slots.digests[layer, expert].tolist())
         for layer, slot, expert in built.agent.held()

@@ -54,15 +54,16 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import EplbError, PlacementError, RankError
-from eplb.migration.recovery import Recovery
+from eplb.migration.recovery import Recovery, run_of
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import survive
 from rebalance import recovery
-from rebalance.agent import RankAgent
 from rebalance.assembly import survivors
-from rebalance.assembly.experts import RankPlace
-from rebalance.assembly.rank import BuiltRank, record_start
-from rebalance.recovery import Deadlines, NewGroups, StoreRendezvous, recover
+from rebalance.assembly.rank import record_start
+from rebalance.rank import group as rank_group
+from rebalance.rank.group import Group as RankGroup
+from rebalance.rank.rank import Rank as ServingRank
+from rebalance.recovery import Deadlines, StoreRendezvous, recover
 from rebalance.types import Record
 from rebalance.weights.sources import Place
 from runtime.streams import Completion
@@ -226,8 +227,8 @@ class Sources(Transport):
         after.watch = self.watch
         return after
 
-    def close(self) -> None:
-        """Copies that are under way end first: the mover's thread waits for them."""
+    def end_copies(self) -> None:
+        """Copies that are under way end before the rank leaves its group."""
         while self.in_flight:
             self.land(self.in_flight[0])
 
@@ -372,6 +373,27 @@ class MembershipClaims(Claims):
         self._ranks = every
 
 
+def next_of(
+    before: RankGroup,
+    members: Sequence[int],
+    rendezvous: StoreRendezvous,
+    votes: Voting,
+    run: str,
+) -> RankGroup:
+    """The group that a rank has formed with others after one that it was in."""
+    alive = np.isin(np.arange(before.topology.num_ranks), members)
+    of_rank: Any = GroupOf(votes.votes, before.rank)
+    return replace(
+        before,
+        run=run_of(run, rendezvous.membership),
+        topology=replace(before.topology, alive=alive),
+        votes=votes,
+        tokens=of_rank,
+        control=of_rank,
+        membership=rendezvous.membership,
+    )
+
+
 class MembershipSchedule(Schedule):
     """One seed's schedule."""
 
@@ -387,7 +409,6 @@ class MembershipSchedule(Schedule):
         self._waits: dict[int, Callable[[], bool]] = {}  # of those: what each waits for
         self._left: dict[bytes, Deployment] = {}
         self._formed: dict[str, Group] = {}  # by the name of the membership
-        self._group_of: dict[int, Group] = {}  # by rank: the latest
         self._left_groups: set[tuple[int, str]] = set()  # (rank, name) before it was formed
         super().__init__(seed)
         topology, start = self.deployment.topology, self.deployment.start
@@ -411,9 +432,8 @@ class MembershipSchedule(Schedule):
         with ExitStack() as stack:
             for where, name, by in (
                 (survivors, "rejoin", self._rejoin),
-                (survivors, "gathered", self._gathered),
-                (survivors, "set_deadline", lambda group, deadline_s: None),
-                (survivors, "WeightSources", self._sources),
+                (rank_group, "gathered", self._gathered),
+                (rank_group, "set_deadline", lambda group, deadline_s: None),
                 (survivors, "recover", self._recover),
                 (recovery, "time", SimulatedTime),
                 (survivors, "time", PassingTime(lambda: self.now)),
@@ -503,7 +523,7 @@ class MembershipSchedule(Schedule):
             rank.breaks(str(exc))
 
     def _step(self, rank: Rank) -> None:
-        group, run = rank.member.votes, rank.agent.parts.settings.run
+        group, run = rank.member.votes, rank.agent.group.run
         if group is not self.groups[0] and not group.num_steps:
             committed = self.store.peek(self.store.committed)
             is_named = committed.placement.generation >= rank.table.generation
@@ -560,55 +580,31 @@ class MembershipSchedule(Schedule):
             self._fibers.pop(rank.number, None)
 
     def _survive(self, rank: Rank) -> None:
-        agent = rank.agent
-        settings = agent.parts.settings
-        groups = GroupOf(rank.member.votes, rank.number)
-        place = RankPlace(
-            rank.number,
-            settings.run,
-            settings.topology,
-            groups,
-            torch.device("cpu"),
-            None,  # type: ignore[arg-type]
-        )
-        built = BuiltRank(
-            agent,
-            rank.bank,
-            agent.table,
-            agent.counter,
-            self.store,
-            None,
-            None,  # type: ignore[arg-type]
-            settings.config,
-            place,
-            None,  # type: ignore[arg-type]
-        )
         try:
-            made, _, step = survivors.serve_on(
-                built, place, rank.steps.steps, survivors.Stages(lambda: self.now)
-            )
+            survivors.serve_on(rank.agent, survivors.Stages(lambda: self.now))
         except EplbError as exc:
             rank.life, rank.why = Life.REFUSED, str(exc)
-            agent.close()
+            rank.agent.leave()
             self.counts["refusals"] += 1
             return
-        rank.take(made.agent)
-        rank.steps.steps, rank.life = step, Life.SERVING
+        rank.take_turns()
+        rank.life = Life.SERVING
         self._watch(rank)
 
-    def _recover(self, agent: RankAgent, store: Store) -> Recovery:
+    def _recover(self, agent: ServingRank, store: Store) -> Recovery:
         patient = Deadlines(reports_s=1e9 if self.control.is_alone else 5.0, store_s=1e9)
         return recover(agent, store, deadlines=patient, clock=lambda: self.now)
 
     def _rejoin(
         self,
         name: str,
+        before: RankGroup,
         members: Sequence[int],
         rendezvous: StoreRendezvous,
-        rank: int,
         **given: Any,
-    ) -> NewGroups:
+    ) -> RankGroup:
         """Exchange addresses through the store, then form the group of this membership."""
+        rank = before.rank
         rendezvous.set(f"{name}: address of {rank}", b"")
         addresses = [f"{name}: address of {other}" for other in members]
 
@@ -622,7 +618,7 @@ class MembershipSchedule(Schedule):
         def have_met() -> bool:
             if self.store.peek(lambda: rendezvous.check(addresses)):
                 return True
-            rendezvous._check()
+            rendezvous.look()
             if have_left():
                 raise RankError(f"rank {rank}: the survivors did not meet in time")
             return False
@@ -639,9 +635,8 @@ class MembershipSchedule(Schedule):
             group.has_lost_patience = have_left
             self._formed[name] = group
             self.groups.append(group)
-        self._group_of[rank] = group = self._formed[name]
-        of_rank = GroupOf(group, rank)
-        return NewGroups(of_rank, of_rank, Voting(group, rank), members)  # type: ignore[arg-type]
+        group = self._formed[name]
+        return next_of(before, members, rendezvous, Voting(group, rank), given["run"])
 
     def _gathered(self, mine: Any, of: GroupOf, check: Callable[[], None]) -> list[Any]:
         try:
@@ -649,11 +644,6 @@ class MembershipSchedule(Schedule):
         except RuntimeError:
             self.ranks[of.rank].member.learn()  # its other connections broke with that one
             raise
-
-    def _sources(self, before: Sources, *_: Any) -> Sources:
-        members = list(self._group_of[before.rank].members)
-        alive = np.isin(np.arange(NUM_RANKS), members)
-        return before.of_group(replace(self.deployment.topology, alive=alive))
 
     def check_promise(self) -> None:
         """One loss that nothing else disturbs leaves all others serving."""

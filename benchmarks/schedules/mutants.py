@@ -125,7 +125,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 
 # -- of survivors that serve on
 
-survive, agreed = survivors.survive, survivors.agreed
+survive, agree_on_start = survivors.survive, survivors.agree_on_start
 
 
 def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
@@ -134,12 +134,10 @@ def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
     return replace(found, target=placement.with_generation(found.target.generation))
 
 
-def counts_its_own_steps(
-    rank: int, groups: Any, target: str, refusal: str, steps: int, weights_version: int
-) -> int:
+def counts_its_own_steps(rank: Any, group: Any, target: str, refusal: str) -> int:
     """Numbers its next pass without the others."""
-    agreed(rank, groups, target, refusal, steps, weights_version)
-    return steps
+    agree_on_start(rank, group, target, refusal)
+    return int(rank.passes.steps)
 
 
 def serves_unnamed(*given: Any) -> None:
@@ -149,7 +147,7 @@ def serves_unnamed(*given: Any) -> None:
 MUTANTS_OF_SURVIVORS: dict[str, Callable[[], Any]] = {
     "not refilled": lambda: replaced(survivors, "refill", lambda *given: None),
     "dead slots kept": lambda: replaced(survivors, "survive", keeps_dead_slots),
-    "steps not agreed": lambda: replaced(survivors, "agreed", counts_its_own_steps),
+    "steps not agreed": lambda: replaced(survivors, "agree_on_start", counts_its_own_steps),
     "not committed": lambda: replaced(survivors, "commit_group", serves_unnamed),
     "a minority decides": lambda: replaced(recovery, "is_minority", lambda members, lost: False),
 }
@@ -182,8 +180,9 @@ def leaves_on_its_own_vote(voting: Voting, cast: Ballot, verdict: Verdict, step:
 
 def standing_of_any_base(following: NextGroup) -> GroupProposal | None:
     """Takes part in a proposal that follows another group than its own."""
-    found = following._built.store.proposed_group()
-    return found if found and frozenset(found.members) != following._built.agent.members else None
+    rank = following._rank
+    found = rank.store.proposed_group()
+    return found if found and frozenset(found.members) != rank.members else None
 
 
 MUTANTS_OF_PLANNED: dict[str, Callable[[], Any]] = {

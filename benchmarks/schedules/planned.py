@@ -4,7 +4,7 @@
 
 As ``membership``, and an orchestrator retires ranks, scales and cancels. The controller drains
 ranks that leave, and a launcher starts a process for each rank that should serve and has none.
-Real are ``NextGroup``, the forming of groups, ``change_group``, ``be_admitted``, ``EmbeddedRank``'s
+Real are ``NextGroup``, the forming of groups, ``change_group``, ``be_admitted``, ``Rank``'s
 choice between them and serving on, the operations and proposals of the store, and the choice of
 ranks. The thread that forms a group is a coroutine too, so that a death, a cancelled operation, a
 second process of a rank or a newer proposal may come at each of its waits.
@@ -26,20 +26,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from greenlet import greenlet
 
 from benchmarks.schedules.control import Doing, Program
 from benchmarks.schedules.membership import (
     LEAST_STEPS,
     NUM_RANKS,
-    RUN,
     Group,
     GroupOf,
     MembershipControl,
     MembershipSchedule,
     Sources,
     Voting,
+    next_of,
     wait_until,
 )
 from benchmarks.schedules.mutants import replaced
@@ -54,13 +53,13 @@ from eplb.migration.membership import leavers, phase_of, shortage, wanted_for
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import survive
 from rebalance.assembly import next_group
-from rebalance.assembly.environment import EmbeddedRank
-from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.meeting import Attendance
 from rebalance.assembly.next_group import FORM_DEADLINE_S
-from rebalance.assembly.rank import BuiltRank
+from rebalance.assembly.places import RankProcess
 from rebalance.assembly.survivors import Stages
-from rebalance.recovery import NewGroups, StoreRendezvous
+from rebalance.rank.group import RUN_OF_WAITING
+from rebalance.rank.group import Group as RankGroup
+from rebalance.recovery import StoreRendezvous
 from telemetry.state.membership import MEMBERS, MembershipRefused
 
 OPERATIONS = (Doing.RETIRE, Doing.SCALE)
@@ -96,11 +95,15 @@ def planned_program(rng: Random) -> Program:
 # -- what is simulated
 
 
-class Process(EmbeddedRank):
-    """A rank's process, as ``EmbeddedRank`` has it."""
+class Process(RankProcess):
+    """A rank's process, which nobody has started."""
 
-    def _attend(self, members: Sequence[int]) -> Attendance:
-        return Attendance(self.place.rank, members, "host", b"secret", {})
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, None, None, {})  # type: ignore[arg-type]
+
+    def attend(self, members: Sequence[int]) -> Attendance:
+        """What it shows to others."""
+        return Attendance(self._rank, members, "host", b"secret", {})
 
 
 class Forming:
@@ -123,7 +126,7 @@ class Forming:
         assert self._target is not None, "one without a target is never started"
         self.ident = 1
         self._fiber = greenlet(partial(self._target, *self._args), self._schedule.main)
-        self._schedule.forming[self._target.__self__._place.rank] = self  # type: ignore[attr-defined]
+        self._schedule.forming[self._target.__self__._rank.number] = self  # type: ignore[attr-defined]
 
     def is_alive(self) -> bool:
         """Say whether it has not ended."""
@@ -327,11 +330,7 @@ class PlannedSchedule(MembershipSchedule):
         layers = tuple(range(self.deployment.start.num_layers))
         experts = self.deployment.start.num_experts
         self._model = ModelShape(layers, experts, top_k=1, hidden=LANES, intermediate=LANES)
-        topology, group = self.deployment.topology, self.groups[0]
-        self.processes = {
-            rank.number: self._process(rank, RUN, topology, GroupOf(group, rank.number))
-            for rank in self.ranks
-        }
+        self.processes = {rank.number: self._process(rank) for rank in self.ranks}
 
     def _control(self) -> PlannedControl:
         return PlannedControl(self, planned_program(self.rng))
@@ -482,63 +481,42 @@ class PlannedSchedule(MembershipSchedule):
             Sources(number, alone, banks, faults, rng),
             alone,
             self.committed(),
+            RUN_OF_WAITING,
         )
         rank.life = Life.JOINING
         self._watch(rank)
         self._next_votes.pop(number, None)
-        self.processes[number] = self._process(rank, "joining", alone, GroupOf(group, number))
+        self.processes[number] = self._process(rank)
         self.counts["started"] += 1
 
-    def _process(self, rank: Rank, run: str, topology: Topology, groups: GroupOf) -> Process:
-        agent, device, none = rank.agent, torch.device("cpu"), None
-        place = RankPlace(
-            rank.number,
-            run,
-            topology,
-            groups,  # type: ignore[arg-type]
-            device,
-            none,  # type: ignore[arg-type]
-            joins=rank.life is Life.JOINING,
-        )
-        built = BuiltRank(
-            agent,
-            rank.bank,  # type: ignore[arg-type]
-            agent.table,
-            agent.counter,
-            self.store,
-            none,  # type: ignore[arg-type]
-            none,
-            agent.parts.settings.config,
-            place,
-            self._model,
-        )
-        return Process(built, place, none, none, {}, rank.steps)  # type: ignore[arg-type]
+    def _process(self, rank: Rank) -> Process:
+        process = Process(rank.number)
+        rank.agent.take_part_in_changes(process)
+        return process
 
     def _survive(self, rank: Rank) -> None:
-        """What ``EmbeddedRank.survive`` does, but for threads and reports."""
-        process = self.processes[rank.number]
-        was_joining = rank.life is Life.JOINING
+        """What ``Rank.survive`` does, but for threads and reports."""
+        agent, was_joining = rank.agent, rank.life is Life.JOINING
         try:
-            made = process._go_on(Stages(lambda: self.now), "")
+            serves = agent._serves_on(self.processes[rank.number], Stages(lambda: self.now), "")
         except EplbError as exc:
             rank.life, rank.why = Life.REFUSED, str(exc)
             self.counts["refusals"] += not was_joining
         else:
-            if made is not None:
-                process.built, process.place, step = made
-                rank.take(process.agent)
-                rank.steps.steps, rank.life = step, Life.SERVING
+            if serves:
+                rank.take_turns()
+                rank.life = Life.SERVING
                 if rank.member.votes not in self.groups:
                     self.groups.append(rank.member.votes)  # type: ignore[arg-type]
                     self.counts["planned groups"] += 1
                 self.counts["joined"] += was_joining
-                process._watch()
+                agent._watch_for_changes()
                 self._watch(rank)
                 self._next_votes.pop(rank.number, None)
                 return
             rank.life = Life.LEFT
             self.counts["left"] += not was_joining
-        process.agent.close()
+        agent.leave()
         # It has left those before in order; nobody serves in them any more.
         left = [rank.member.votes, *self.groups[:-1]]
         self._lose(rank.number, (group for group in self._formed.values() if group not in left))
@@ -549,13 +527,15 @@ class PlannedSchedule(MembershipSchedule):
     def _meet(
         self,
         name: str,
+        before: RankGroup,
         members: Sequence[int],
         rendezvous: StoreRendezvous,
-        rank: int,
+        *,
+        run: str,
         **_: Any,
-    ) -> NewGroups:
+    ) -> RankGroup:
         """Exchange addresses through the store, then form the group of a proposal."""
-        came = self._came.setdefault(name, {})
+        came, rank = self._came.setdefault(name, {}), before.rank
         came[rank] = self.processes[rank]
         rendezvous.set(f"{name}: address of {rank}", b"")
         addresses = [f"{name}: address of {one}" for one in members]
@@ -564,7 +544,7 @@ class PlannedSchedule(MembershipSchedule):
         def have_met() -> bool:
             if self.store.peek(lambda: rendezvous.check(addresses)):
                 return True
-            rendezvous._check()
+            rendezvous.look()
             if self.now >= until:
                 raise RankError(f"rank {rank}: the ranks did not meet in time")
             return False
@@ -584,8 +564,7 @@ class PlannedSchedule(MembershipSchedule):
             self._formed[name] = Group(tuple(members), self.rng, gone)
         group = self._formed[name]
         self._next_votes[rank] = votes = Voting(group, rank)
-        of_rank = GroupOf(group, rank)
-        return NewGroups(of_rank, of_rank, votes, members)  # type: ignore[arg-type]
+        return next_of(before, members, rendezvous, votes, run)
 
     def _gathered(self, mine: Any, of: GroupOf, check: Callable[[], None]) -> list[Any]:
         try:
@@ -597,7 +576,6 @@ class PlannedSchedule(MembershipSchedule):
 
     def _next_sources(self, mapped: tuple[int, Topology], _: object) -> Sources:
         rank, topology = mapped
-        self._group_of[rank] = self._next_votes[rank].votes
         transport = self.ranks[rank].transport
         assert isinstance(transport, Sources), "made so"
         return transport.of_group(topology)

@@ -28,10 +28,10 @@ from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
 from rebalance.protocol.phases import Phase
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank as ServingRank
 from rebalance.rank.watcher import Watcher, Writing
 from rebalance.recovery import Deadlines, recover
 from rebalance.stage.share import RankSlots, Share
@@ -71,6 +71,9 @@ class PlayedWatcher(Watcher):
         """Write what is still to be written, once; the threads would end."""
         self._closing.set()
         self._shared.close()
+        sources = self._mover._sources
+        assert isinstance(sources, Transport), "made so"
+        sources.end_copies()  # the mover's thread waits for them
         while self.has_writing:
             writing, self._writing = self._writing or self._to_write.get_nowait(), None
             assert writing is not None, "nobody else closes the watcher"
@@ -136,6 +139,12 @@ STAGE = StageSettings(
 )
 
 
+class PlayedRank(ServingRank):
+    """A real rank, whose threads a scheduler plays."""
+
+    new_watcher = PlayedWatcher
+
+
 def make_agent(
     number: int,
     world: World,
@@ -144,22 +153,19 @@ def make_agent(
     steps: Passes,
     topology: Topology,
     placement: Placement,
-) -> RankAgent:
-    """Make the agent of one rank; its memory is empty yet."""
+    run: str = "run",
+) -> ServingRank:
+    """Make the real rank; its memory is empty yet."""
     deployment, clock, bank = world.deployment, world.clock, transport.bank
     layers, experts = deployment.start.num_layers, deployment.start.num_experts
-    settings = AgentSettings(
-        RankConfig(
-            "schedules",
-            sample_steps=1000,
-            staging_experts=1,
-            plan_deadline_s=500.0,
-            scrub_every_steps=0,
-            stage=STAGE,
-            serve_on=True,
-        ),
-        "run",
-        topology,
+    config = RankConfig(
+        "schedules",
+        sample_steps=1000,
+        staging_experts=1,
+        plan_deadline_s=500.0,
+        scrub_every_steps=0,
+        stage=STAGE,
+        serve_on=True,
     )
     slots = RankSlots(
         number,
@@ -168,18 +174,19 @@ def make_agent(
         Table(placement),  # type: ignore[arg-type]
         digest_table(0, layers, experts).clone(),
     )
-    counter = SlotCounter(layers, bank.num_slots)
-    links = Links(
-        member,
-        transport,
+    made = PlayedRank(
+        config,
+        slots,
+        SlotCounter(layers, bank.num_slots),
         world.store,
         Sink(),
-        clock=clock,
+        passes=steps,
         journal=world.abort_requests,
+        clock=clock,
         monotonic=clock,
-        threads=PlayedWatcher,
     )
-    return RankAgent(settings, slots, counter, links, placement, steps)
+    made.enter(Group(number, run, topology, member), placement, transport)
+    return made
 
 
 class Life(Enum):
@@ -207,26 +214,32 @@ class Rank:
         self.patience_s = 1e9  # for others' last words
 
     def begin(
-        self, member: Member, transport: Transport, topology: Topology, placement: Placement
+        self,
+        member: Member,
+        transport: Transport,
+        topology: Topology,
+        placement: Placement,
+        run: str = "run",
     ) -> None:
         """Start a process of this rank, with the experts of a placement in its slots."""
         self.member, self.transport = member, transport
         self.bank, self.stream = transport.bank, transport.bank.stream
         self.steps, self.life, self.why = Passes(), Life.SERVING, ""
-        self.take(
-            make_agent(self.number, self.world, member, transport, self.steps, topology, placement)
+        self.agent = make_agent(
+            self.number, self.world, member, transport, self.steps, topology, placement, run
         )
+        self.take_turns()
         for layer, slot, expert in self.agent.held():
             self.bank.words[layer * self.bank.num_slots + slot] = record_words(0)[layer, expert]
 
-    def take(self, agent: RankAgent) -> None:
-        """Go on with an agent, its group and its sources; before its first turn."""
-        links, table = agent.parts.links, agent.table
-        self.agent, self.member, self.transport = agent, links.votes, links.sources  # type: ignore[assignment]
+    def take_turns(self) -> None:
+        """Go on in the group that it has entered; before its first turn."""
+        agent, table = self.agent, self.agent.table
+        self.member, self.transport = agent.group.votes, agent.sources  # type: ignore[assignment]
         assert isinstance(table, Table), "made by make_agent"  # type: ignore[unreachable]
         self.table = table  # type: ignore[unreachable]
         watcher = agent.watcher
-        assert isinstance(watcher, PlayedWatcher), "the links name the class"
+        assert isinstance(watcher, PlayedWatcher), "the rank names the class"
         self.watcher, self.shared = watcher, agent.shared
         self.seen_version, self.polls_at = -1, 0.0
         self._work: Iterator[Wait] | None = None
@@ -259,7 +272,7 @@ class Rank:
         pending = self.agent.voter.pending
         if pending is None or self.member.result is not None or self.member.can_arrive:
             return False
-        is_vote_due = self.steps.steps % self.agent.parts.settings.config.vote_every == 0
+        is_vote_due = self.steps.steps % self.agent.config.vote_every == 0
         return is_vote_due or pending[0].prepared > self.shared.state.swapped
 
     def step(self) -> Step:
@@ -357,7 +370,7 @@ class Rank:
 
     def _updating(self, version: int) -> Iterator[str]:
         update = self.agent.update
-        yield from update.begin_steps(version)
+        yield from update.begin_steps(version, self.agent.last_step)
         for layer, slot, expert in self.agent.held():
             row = layer * self.bank.num_slots + slot
             self.watch_load(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import MethodType
@@ -93,6 +93,9 @@ class Member:
     def dead(self) -> frozenset[int]:
         """Ranks whose liveness connections broke, as far as this rank has been told."""
         return self.known_dead
+
+    def begin_beats(self) -> None:
+        """Nobody is silent here."""
 
     def close(self, *, is_failure: bool = False) -> None:
         """Leave; only a death makes a rank dead here."""
@@ -430,16 +433,16 @@ class Host:
 
     def lease(
         self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
+    ) -> int:
         """Have records in memory."""
         if self.leased.issuperset(records):
-            return {}
+            return 0
         if self._faults.host_refuses:
             raise MigrationError("the host's disk is gone")
         if self.version and not self._has_new_weights:
             raise MigrationError(f"weights version {self.version} is not in the host cache")
         self.leased.update(records)
-        return {"disk": RECORD_BYTES * len(records)}
+        return RECORD_BYTES * len(records)
 
     def hint(self, records: Sequence[Record]) -> None:
         """Reading ahead takes no time."""
@@ -470,7 +473,6 @@ class Transport(WeightSources):
         self.rank, self.bank = rank, banks[rank]
         self._banks, self._faults, self._rng = banks, faults, rng
         self.readable = frozenset([rank, *ranks_beside(rank, topology)])
-        self.reachable = frozenset(range(topology.num_ranks)) - self.readable
         self.host = self._host = Host(faults, rng)  # type: ignore[assignment]
         self.in_flight: list[InFlightChunk] = []
         self.dead: set[int] = set()
@@ -484,8 +486,8 @@ class Transport(WeightSources):
         """Have no older records on the host."""
         self._host.invalidate(version, deadline_s=deadline_s)
 
-    def close(self) -> None:
-        """No connection to close."""
+    def end_copies(self) -> None:
+        """Copies that are under way stay so: the rank does not go on elsewhere."""
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order a chunk."""
@@ -493,7 +495,7 @@ class Transport(WeightSources):
             raise MigrationError("the link broke")
         if place == HOST and record not in self._host.leased:
             raise Violation(f"rank {self.rank} pulls {record}, which its host was not asked for")
-        if place.rank not in (self.reachable if place.is_far else self.readable) and place != HOST:
+        if place.rank not in self.readable and place != HOST:
             raise Violation(f"rank {self.rank} reads rank {place.rank}, which is on another host")
         source = None
         if place.source is not Source.HOST:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from eplb.errors import ConfigError, shown
 from eplb.settings.deployment import DeploymentSettings
+from eplb.settings.left import SETTINGS_THAT_LEFT
 from eplb.settings.tree import DEFAULTS, Known, SettingsTree
 
 Tree = TypeVar("Tree", bound=SettingsTree)
@@ -210,7 +211,8 @@ def _from_file(
 def _from_table(tree: type[SettingsTree], table: Mapping[str, Any], place: str) -> list[_Given]:
     found = []
     for key, value in table.items():
-        if isinstance(value, dict) and (key in tree.sections or tree.whole is not None):
+        is_section = key in tree.sections or key in SETTINGS_THAT_LEFT
+        if isinstance(value, dict) and (is_section or tree.whole is not None):
             paths = [(f"{key}.{name}", one) for name, one in value.items()]
             found += [_Given(path, path, one, place) for path, one in paths]
         elif key in tree.sections:
@@ -294,7 +296,10 @@ def _known(tree: type[SettingsTree], given: _Given) -> Known | None:
     names = tree.names
     if given.name in names:
         return names[given.name]
-    is_of_others = tree.whole is not None and given.name.partition(".")[0] not in tree.whole
+    section = given.name.partition(".")[0]
+    if expected := SETTINGS_THAT_LEFT.get(given.name, SETTINGS_THAT_LEFT.get(section)):
+        raise ConfigError(f"{given.written!r} in {given.place} is no setting any more: {expected}")
+    is_of_others = tree.whole is not None and section not in tree.whole
     if is_of_others and not difflib.get_close_matches(given.name, tree.known, 1, MISSPELT):
         return None
     candidates = [path for path, one in tree.known.items() if one.name == given.name]

@@ -5,12 +5,12 @@ code. A subclass of ``SettingsTree`` names the sections, and the classes of each
 
     class Settings(SettingsTree):
         planner = Section("What a plan aims at.", CostModel, Budget)
-        transport = Section("Links between ranks.", RankLinkSettings)
+        agent = Section("The vote of a rank.", RankConfig)
 
     settings = load(Settings, ...)                      # eplb/settings/loader.py
     settings.planner.pay_back_s                         # the first class of a section
     settings[Budget].target_imbalance                   # any class
-    settings.make(RankLinkSettings, addresses=..., secret=...)  # one with fields of code
+    settings.make(RankConfig, deployment=..., sample_steps=...)  # one with fields of code
 
 ``section.name`` is the full name of a setting. A name that only one section has stands for it
 without the section. A number whose type allows None is None where 0 is given.

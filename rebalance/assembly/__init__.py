@@ -6,7 +6,7 @@ Each has a module of its own, so that a controller's process loads no torch:
                                   code can fill it
     rebalance.assembly.group       how the processes of ranks form their groups
     rebalance.assembly.environment build_rank_from_env: a rank of `eplb launch` or torchrun
-    rebalance.assembly.rank        build_rank: a RankAgent, and what the model needs
+    rebalance.assembly.rank        build_rank: a Rank, and what the model needs
     rebalance.assembly.host_cache  build_host_cache: the process of one host that holds weights
     rebalance.assembly.controller  build_controller: the process that plans
 

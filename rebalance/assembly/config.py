@@ -15,7 +15,6 @@ from eplb.core.load import Phase
 from eplb.declared import Setting, check_fields, documented
 from eplb.errors import ConfigError
 from rebalance.stage.stage_settings import StageSettings
-from rebalance.weights.link.link_settings import RankLinkSettings
 from telemetry.load.reporter import AT_ONCE, Tempo
 from telemetry.load.spool import Spool
 
@@ -26,9 +25,8 @@ class NetworkConfig:
     """How the processes of ranks reach each other.
 
     Args:
-        hosts: address of each rank's machine by which the other ranks reach it, by rank. (): that
-            of the rank's link where ranks have links, else the one from which the rendezvous is
-            reached.
+        hosts: address of each rank's machine by which the other ranks reach it, by rank. (): the
+            one from which the rendezvous is reached.
     """
 
     # For example "eth0"; GLOO_SOCKET_IFNAME of the environment has precedence.
@@ -91,7 +89,6 @@ class RankConfig:
         load_phase: of forward passes whose phase the engine does not name.
         stage: how much staging may take; None: the device's, see ``stage_on``.
         network: how the processes of ranks reach each other.
-        rank_links: None: ranks of other hosts are not asked.
         reporting: how a rank reports load to the store.
         journal_dir: None: no journal is kept.
 
@@ -134,7 +131,6 @@ class RankConfig:
     load_phase: Phase = "mixed"
     stage: StageSettings | None = None
     network: NetworkConfig = field(default_factory=NetworkConfig)
-    rank_links: RankLinkSettings | None = None
     reporting: ReportingConfig = field(default_factory=ReportingConfig)
     journal_dir: Path | None = None
 
@@ -154,9 +150,7 @@ class RankConfig:
 
     def host_of(self, rank: int) -> str | None:
         """Address by which other ranks reach this one; None: the rendezvous shows it."""
-        if self.network.hosts:
-            return self.network.hosts[rank]
-        return self.rank_links.addresses[rank][0] if self.rank_links is not None else None
+        return self.network.hosts[rank] if self.network.hosts else None
 
     def check_ranks(self, num_ranks: int) -> None:
         """Refuse addresses for another number of ranks.
@@ -169,5 +163,3 @@ class RankConfig:
                 f"network.hosts has {len(self.network.hosts)} addresses, "
                 f"expected one for each of {num_ranks} ranks"
             )
-        if self.rank_links is not None:
-            self.rank_links.check(num_ranks)

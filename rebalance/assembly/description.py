@@ -28,7 +28,7 @@ from telemetry import open_store
 from telemetry.state.store import StateStore
 
 RANK_FILE_VARIABLE = "EPLB_RANK_FILE"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,11 @@ class DeploymentDescription:
     def summary(self) -> Mapping[str, str]:
         """What must be alike on every host, in few words; keys, paths and addresses left out."""
         topology, model = self.topology, self.model
-        common = replace(self.config, rank_links=None, journal_dir=None)
+        common = replace(self.config, journal_dir=None)
         common = replace(common, network=type(common.network)(), reporting=type(common.reporting)())
         rest = (to_plain(common), to_plain(model), to_plain(topology), self.window_seconds)
-        links = self.config.rank_links
-        has_tls = {"links": "with TLS"} if links is not None and links.tls is not None else {}
         digest = hashlib.blake2b(json.dumps(rest, sort_keys=True).encode(), digest_size=8)
-        return has_tls | {
+        return {
             "version": Announcement(RANKS, "").version,
             "deployment": self.config.deployment,
             "ranks": str(topology.num_ranks),

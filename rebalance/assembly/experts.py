@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Event
 
 import numpy as np
@@ -18,18 +17,15 @@ from numpy.typing import NDArray
 
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
-from eplb.core.topology import Topology
 from eplb.errors import ConfigError, MigrationError, RankError
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.group import RankGroups
-from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.rank.group import Group
 from rebalance.stage.digest_table import agree_on_digests
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.expert_records import Tensors, offer, origin_of, together
-from rebalance.weights.rank_link import GroupName, OtherRanks
 from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
@@ -41,105 +37,80 @@ DEATH_S = 1.0  # after a failure of torch, to learn which rank died
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """Where one rank runs: what differs from rank to rank, or from start to start."""
-
-    rank: int
-    run: str  # name of this start of all ranks
-    topology: Topology
-    groups: RankGroups
-    device: torch.device
-    host_cache: HostCacheAddress  # of this rank's host
-    joins: bool = False  # it is alone, until the others admit it
-
-
 def take_experts(
     config: RankConfig,
-    place: RankPlace,
+    group: Group,
+    host_cache: HostCacheAddress,
     model: ModelShape,
     experts: ExpertSchema | ExpertBank,
     placement: Placement,
-    *,
-    membership: int,
-) -> tuple[ExpertBank, torch.Tensor, GlooVotes, WeightSources]:
+) -> tuple[ExpertBank, torch.Tensor, WeightSources]:
     """Have this rank's slots hold what the placement says, and agree on it; collective.
 
     A rank that joins is alone in its group. It learns the digests from the others when it is
     admitted (``rebalance/assembly/next_group.py``).
 
     Returns:
-        The rank's slots, digests [L, E, 2] of every expert, the ranks' votes, and the sources of
-        further records.
+        The rank's slots, digests [L, E, 2] of every expert, and the sources of further records.
 
     Raises:
         ConfigError: bank, placement and topology do not fit together.
         MigrationError: a record cannot be read, or ranks hold different bytes of one expert.
         RankError: a rank died or missed the deadline, or the device has no memory.
     """
-    network, rank = config.network, place.rank
-    with torch_failures(place, "its memory for experts"):
-        bank, unmapped = _memory(config, place, model, experts)
+    network, rank, control = config.network, group.rank, group.control
+    assert control is not None, "ranks agree on their experts"
+    with torch_failures(group, "its memory for experts"):
+        bank, unmapped = _memory(config, group, model, experts)
     size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
-    hosts = place.topology.host_of_rank
-    if place.host_cache.takes_offers and (place.joins or not is_filled):
+    hosts = group.topology.host_of_rank
+    if host_cache.takes_offers and (group.is_waiting or not is_filled):
         raise ConfigError(
             f"rank {rank}: the host cache keeps what ranks offer when all start, expected "
             "a rank with own experts at such a start, or a checkpoint (model.checkpoint)"
         )
     cache = None
-    if not place.host_cache.takes_offers:
+    if not host_cache.takes_offers:
         cache = HostCacheClient(
-            place.host_cache,
+            host_cache,
             model.num_experts,
             size,
             deadline_s=network.join_deadline_s,
             start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
-            device=place.device,
+            device=group.device,
             ranks_on_host=int((hosts == hosts[rank]).sum()),
         )
-    members = np.flatnonzero(place.topology.alive).tolist()
-    held = placement.slot_to_expert[:, place.topology.slots_on(rank)]
-    votes = GlooVotes(
-        place.groups.votes,
-        host=config.host_of(rank),
-        deadline_s=network.join_deadline_s,
-        silence_s=config.silence_s,
-        members=members,
-    )
-    with torch_failures(place, "its first experts", votes):
+    held = placement.slot_to_expert[:, group.topology.slots_on(rank)]
+    with torch_failures(group, "its first experts"):
         if is_filled:
-            found = _digests_of(bank, held)
+            own = _digests_of(bank, held)
         else:
             assert cache is not None, "a rank without own experts was refused above"
-            found = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
+            own = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
         shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
-        if place.joins:
+        if group.is_waiting:
             digests = torch.zeros(*shape, 2, dtype=torch.int64)
         else:
-            digests = agree_on_digests(found, *shape, votes, deadline_s=deadline_s)
+            digests = agree_on_digests(own, *shape, group.votes, deadline_s=deadline_s)
         if cache is None:
-            cache = _offered(place, bank, placement, digests, network.join_deadline_s)
-        told = gathered(bank.handle, place.groups.votes)
-        handles = dict(zip(members, map(str, told), strict=True))
-        others = None
-        if config.rank_links is not None:
-            others = OtherRanks(config.rank_links, rank, GroupName(place.run, membership), size)
+            cache = _offered(group, host_cache, bank, placement, digests, network.join_deadline_s)
+        told = gathered(bank.handle, control)
+        handles = dict(zip(group.members, map(str, told), strict=True))
         sources, why = checked_sources(
             rank,
             bank,
             cache,
-            others,
-            open_peers=lambda: _open_peers(place, bank, unmapped, handles),
-            known=KnownRecords(placement, place.topology, digests),
-            group=place.groups.votes,
+            open_peers=lambda: _open_peers(group, bank, unmapped, handles),
+            known=KnownRecords(placement, group.topology, digests),
+            group=control,
         )
     log.info("rank %d: sources: %s", rank, why)
-    return bank, digests, votes, sources
+    return bank, digests, sources
 
 
 def _offered(
-    place: RankPlace,
+    group: Group,
+    host_cache: HostCacheAddress,
     bank: ExpertBank,
     placement: Placement,
     digests: torch.Tensor,
@@ -150,7 +121,8 @@ def _offered(
     Raises:
         MigrationError: a rank could not offer its own, for example without a host cache.
     """
-    rank, topology, size = place.rank, place.topology, bank.schema.record_bytes
+    rank, topology, size = group.rank, group.topology, bank.schema.record_bytes
+    assert group.control is not None, "ranks offer together"
     beside = {rank, *ranks_beside(rank, topology)}
     own, first = dict[Record, int](), topology.slots_on(rank).start
     by_slot = torch.zeros((bank.num_layers, bank.num_slots, 2), dtype=torch.int64)
@@ -168,17 +140,17 @@ def _offered(
 
     def offer_own() -> HostCacheClient:
         client = EngineRecordsClient(
-            place.host_cache,
+            host_cache,
             origin_of(weights, digests, "an engine's own experts"),
             deadline_s=deadline_s,
             start_deadline_s=deadline_s,
-            device=place.device,
+            device=group.device,
             ranks_on_host=len(beside),
         )
         offer(client, weights, by_slot, own, size)
         return client
 
-    return together(offer_own, place.groups.votes)
+    return together(offer_own, group.control)
 
 
 def fill_bank(
@@ -242,24 +214,24 @@ def _fill_slot(
 
 
 @contextmanager
-def torch_failures(place: RankPlace, what: str, votes: GlooVotes | None = None) -> Iterator[None]:
+def torch_failures(group: Group, what: str) -> Iterator[None]:
     """Translate a failure of torch: of its collectives, where a peer died, or of the device."""
     try:
         yield
     except RuntimeError as exc:
         deadline = time.monotonic() + DEATH_S
-        while votes is not None and not votes.dead() and time.monotonic() < deadline:
+        while not group.votes.dead() and time.monotonic() < deadline:
             Event().wait(DEATH_S / 100)  # gloo fails as early as the liveness connection closes
-        dead = sorted(votes.dead()) if votes is not None else []
+        dead = sorted(group.votes.dead())
         peers = f"rank {', '.join(map(str, dead))} died" if dead else "no rank is known to be dead"
         raise RankError(
-            f"rank {place.rank}: {what} could not be prepared in run {place.run} ({peers}), "
-            f"expected all {place.topology.num_ranks} ranks to start: {exc}"
+            f"rank {group.rank}: {what} could not be prepared in run {group.run} ({peers}), "
+            f"expected all {group.topology.num_ranks} ranks to start: {exc}"
         ) from exc
 
 
 def _memory(
-    config: RankConfig, place: RankPlace, model: ModelShape, experts: ExpertSchema | ExpertBank
+    config: RankConfig, group: Group, model: ModelShape, experts: ExpertSchema | ExpertBank
 ) -> tuple[ExpertBank, str]:
     """The engine's bank, or memory that every rank of the host maps, or the rank's own alone.
 
@@ -272,14 +244,14 @@ def _memory(
     if isinstance(experts, ExpertBank):
         if experts.num_staging < config.staging_experts:
             raise ConfigError(
-                f"rank {place.rank}: the engine's bank has {experts.num_staging} staging entries, "
+                f"rank {group.rank}: the engine's bank has {experts.num_staging} staging entries, "
                 f"expected {config.staging_experts} or more (staging_experts), as many as one "
                 "transaction brings"
             )
         return experts, ""
-    slots, num_staging = place.topology.slots_of_rank, config.staging_experts
-    shape = (experts, model.num_layers, int(slots[place.rank]))
-    if place.device.type != "cuda":
+    slots, num_staging = group.topology.slots_of_rank, config.staging_experts
+    shape = (experts, model.num_layers, int(slots[group.rank]))
+    if group.device.type != "cuda":
         return ExpertBank(*shape, num_staging=num_staging), ""
     from runtime.memory import SymmetricArena  # not there on a CPU
 
@@ -287,9 +259,9 @@ def _memory(
     arena: SymmetricArena | PlainArena
     unmapped = ""
     try:
-        arena = SymmetricArena(num_bytes, place.groups.tokens, place.device)
+        arena = SymmetricArena(num_bytes, group.tokens, group.device)
     except ConfigError as exc:
-        arena, unmapped = PlainArena(num_bytes, place.device), str(exc)
+        arena, unmapped = PlainArena(num_bytes, group.device), str(exc)
     return ExpertBank(*shape, num_staging=num_staging, arena=arena), unmapped
 
 
@@ -302,7 +274,7 @@ def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Diges
 
 
 def _open_peers(
-    place: RankPlace, bank: ExpertBank, unmapped: str, handles: Mapping[int, str]
+    group: Group, bank: ExpertBank, unmapped: str, handles: Mapping[int, str]
 ) -> dict[int, PeerBank]:
     """Map the slots of the other ranks of this host.
 
@@ -313,12 +285,12 @@ def _open_peers(
     if unmapped:
         raise ConfigError(unmapped)
     if bank.device.type != "cuda":
-        return map_peers(place.rank, place.topology, bank, handles.__getitem__)
+        return map_peers(group.rank, group.topology, bank, handles.__getitem__)
     from runtime.memory import SymmetricArena
 
     if not isinstance(bank.arena, SymmetricArena):
         raise ConfigError(
-            f"rank {place.rank}: other ranks cannot map the memory of its experts, "
+            f"rank {group.rank}: other ranks cannot map the memory of its experts, "
             f"expected a SymmetricArena, found {type(bank.arena).__name__}"
         )
-    return map_peers(place.rank, place.topology, bank, bank.arena.peer)
+    return map_peers(group.rank, group.topology, bank, bank.arena.peer)

@@ -5,7 +5,7 @@
     form      members and joiners, on threads beside serving: groups, proofs, digests, mapped slots
     vote      each says in its ballots that it is ready; all then leave the old group before one
               step, once no plan is open                                    (``GroupChanges``)
-    switch    compare, commit placement and record in one change, serve with a new agent
+    switch    compare, commit placement and record in one change, enter the new group
 
 A proposal that fails is made again, at growing pauses; after MAX_TRIES the operation that asked for
 it has failed. A death before the switch makes the proposal void: the survivors agree as ever, and
@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock, Thread
 from traceback import clear_frames
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -38,19 +38,18 @@ from eplb.migration.membership import unwanted
 from eplb.migration.recovery import NO_PLAN, Recovery, run_of
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import Survival, survive
-from rebalance.agent import RankAgent
-from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.meeting import Attendance, agree
-from rebalance.assembly.rank import BuiltRank, committed_placement
 from rebalance.assembly.survivors import (
     Stages,
-    agreed,
+    agree_on_start,
     commit_group,
+    committed_placement,
+    report_group,
     serve_in,
     set_deadlines,
-    together,
 )
-from rebalance.recovery import RETRY_S, NewGroups, StoreRendezvous, let_go, rejoin
+from rebalance.rank.group import Group
+from rebalance.recovery import RETRY_S, StoreRendezvous, let_go, rejoin
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.sources import HOST, MappedSlots, WeightSources, map_peers
@@ -60,6 +59,9 @@ from telemetry.state.events import REGROUPED
 from telemetry.state.groups import GroupProposal, Joiner
 from telemetry.state.joining import serving_ranks
 from telemetry.state.store import StateStore
+
+if TYPE_CHECKING:
+    from rebalance.rank.rank import Rank
 
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
 OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer
@@ -77,16 +79,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Formed:
-    """The groups of a proposal, in which nobody serves yet."""
+    """The group of a proposal, in which nobody serves yet."""
 
     proposal: GroupProposal
-    groups: NewGroups
+    group: Group
     digests: torch.Tensor  # [L, E, 2] of every expert
     mapped: MappedSlots
 
     def close(self) -> None:
-        """Give them up; their other ranks take this one for dead in them, and do so too."""
-        self.groups.votes.close(is_failure=True)
+        """Give it up; its other ranks take this one for dead in it, and do so too."""
+        self.group.votes.close(is_failure=True)
 
 
 class NotChanged(RankError):
@@ -129,13 +131,12 @@ class NextGroup:
     """One member's part in a planned change, looked after by the thread that watches the store.
 
     Args:
-        built: this rank.
-        place: where it serves.
+        rank: the member.
         attend: gives what it proves to the others.
     """
 
-    def __init__(self, built: BuiltRank, place: RankPlace, attend: Attend) -> None:
-        self._built, self._place, self._attend = built, place, attend
+    def __init__(self, rank: Rank, attend: Attend) -> None:
+        self._rank, self._attend = rank, attend
         self._is_over, self._taking = Event(), Lock()
         self._forming = Thread()
         self._formed: Formed | None = None
@@ -150,11 +151,11 @@ class NextGroup:
         Raises:
             StoreError: the store failed.
         """
-        agent, voting = self._built.agent, self._built.agent.voting
+        rank, voting = self._rank, self._rank.voting
         if self._is_over.is_set() or voting.switch_at is not None:
             return
         proposal, formed = self._standing(), self._formed
-        if formed is not None and (dead := formed.groups.votes.dead()):
+        if formed is not None and (dead := formed.group.votes.dead()):
             self._failed, self._why = formed.proposal.id, f"rank {min(dead)} left the group"
         standing = proposal if proposal and proposal.id != self._failed else None
         if standing is None or voting.next_group not in (0, standing.id):
@@ -163,20 +164,20 @@ class NextGroup:
             self._give_up(formed)
         elif standing is not None and standing.id > self._seen and not self._forming.is_alive():
             self._seen = standing.id
-            if self._place.rank not in standing.members:
+            if rank.number not in standing.members:
                 voting.next_group = standing.id
             else:
                 self._forming = Thread(
                     target=self._form, args=(standing,), name="eplb-next-group", daemon=True
                 )
                 self._forming.start()
-        if self._place.rank == min(agent.members):
+        if rank.number == min(rank.members):
             self._propose(standing)
 
     def _give_up(self, formed: Formed) -> None:
         """Leave groups that came to nothing, once no vote under way can still decide for them."""
-        self._built.agent.voting.next_group = 0
-        pending = self._built.agent.voter.pending
+        self._rank.voting.next_group = 0
+        pending = self._rank.voter.pending
         self._quiet_looks = 0 if pending and pending[0].next_group else self._quiet_looks + 1
         if self._quiet_looks <= 1:  # a verdict may have been about to be applied
             return
@@ -186,10 +187,10 @@ class NextGroup:
                 formed.close()
 
     def take(self) -> Formed | None:
-        """End this part; gives the groups that were formed."""
+        """End this part; gives the group that was formed."""
         with self._taking:
             self._is_over.set()
-        self._built.agent.on_look = lambda: None  # else the old agent keeps the group
+        self._rank.on_look = lambda: None  # else the rank keeps the group
         if self._forming.ident is not None:
             # In vain where gloo waits for a rank: what is formed then is closed by the thread.
             self._forming.join(RETRY_S)
@@ -197,16 +198,17 @@ class NextGroup:
 
     def _standing(self) -> GroupProposal | None:
         """The proposal that follows this rank's group, and changes it as is wanted now."""
-        found, agent = self._built.store.proposed_group(), self._built.agent
-        if found is None or (found.base, found.run) != (agent.membership, self._place.run):
+        proposal, rank = self._rank.store.proposed_group(), self._rank
+        mine = rank.membership, rank.group.run
+        if proposal is None or (proposal.base, proposal.run) != mine:
             return None
-        if frozenset(found.members) == agent.members:
+        if frozenset(proposal.members) == rank.members:
             return None
-        return None if unwanted(self._wanted(), agent.members, found.members) else found
+        return None if unwanted(self._wanted(), rank.members, proposal.members) else proposal
 
     def _wanted(self) -> frozenset[int]:
-        found = self._built.store.wanted_ranks()
-        return frozenset(range(self._place.topology.num_ranks) if found is None else found)
+        wanted = self._rank.store.wanted_ranks()
+        return frozenset(range(self._rank.topology.num_ranks) if wanted is None else wanted)
 
     def _form(self, proposal: GroupProposal) -> None:
         def check() -> None:
@@ -214,23 +216,22 @@ class NextGroup:
             if self._is_over.is_set() or found is None or found.id != proposal.id:
                 raise RankError(f"proposal {proposal.id} of a group is void")
 
-        slots = self._built.agent.parts.slots
         try:
-            formed = form(self._built, self._place, self._attend, proposal, check, slots.digests)
+            formed = form(self._rank, self._attend, proposal, check)
         except EplbError as exc:
-            log.warning("rank %d: proposal %d: %s", self._place.rank, proposal.id, exc)
+            log.warning("rank %d: proposal %d: %s", self._rank.number, proposal.id, exc)
             self._failed, self._why = proposal.id, str(exc)
             return
         self._formed = formed
         if self._is_over.is_set():
             formed.close()
         else:
-            self._built.agent.voting.next_group = proposal.id
+            self._rank.voting.next_group = proposal.id
 
     def _propose(self, standing: GroupProposal | None) -> None:
         """Propose the next group, unless one that is still possible is being formed."""
-        agent, store = self._built.agent, self._built.store
-        now, members, placement = store.backend.now(), agent.members, agent.placement
+        rank, store = self._rank, self._rank.store
+        now, members, placement = store.backend.now(), rank.members, rank.placement
         offers = {one.rank: one for one in store.joiners()}
         operation, wanted = store.membership_change(), self._wanted()
         ready = wanted & offers.keys() - members
@@ -238,9 +239,9 @@ class NextGroup:
             self._ready, self._ready_since = ready, time.monotonic()
         gathers = time.monotonic() - self._ready_since < GATHER_S
         holds = (placement.slot_to_expert != EMPTY).any(axis=0)
-        holding = frozenset(self._place.topology.rank_of_slot[holds].tolist())
+        holding = frozenset(rank.topology.rank_of_slot[holds].tolist())
         following = next_members(members, wanted, ready, holding, gathers=gathers)
-        processes = {str(rank): offers[rank].process for rank in sorted(following - members)}
+        processes = {str(one): offers[one].process for one in sorted(following - members)}
         latest, tries = store.proposed_group(), 0
         age_s = math.inf if latest is None else now - latest.time
         if latest is not None and latest.members == tuple(sorted(following)):
@@ -252,7 +253,7 @@ class NextGroup:
         else:
             # One that forms groups repeats no offer; its death shows in the groups.
             joiners = frozenset(map(int, standing.joiners)) & offers.keys()
-            is_possible = all(standing.has(rank, offers[rank].process) for rank in joiners)
+            is_possible = all(standing.has(one, offers[one].process) for one in joiners)
             if is_possible and now - standing.time < PROPOSAL_S:
                 return
             # Each process of a rank that comes and goes makes the proposal before impossible.
@@ -268,8 +269,8 @@ class NextGroup:
         reason = ", ".join(ended) or "the ranks stay"
         store.propose_group(
             GroupProposal(
-                base=agent.membership,
-                run=self._place.run,
+                base=rank.membership,
+                run=rank.group.run,
                 members=tuple(sorted(following)),
                 joiners=processes,
                 reason=reason,
@@ -278,24 +279,16 @@ class NextGroup:
         )
 
 
-def form(
-    built: BuiltRank,
-    place: RankPlace,
-    attend: Attend,
-    proposal: GroupProposal,
-    check: Callable[[], None],
-    digests: torch.Tensor | None,
-) -> Formed:
-    """Form the groups of a proposal, and prove that their ranks belong together; collective.
+def form(rank: Rank, attend: Attend, proposal: GroupProposal, check: Callable[[], None]) -> Formed:
+    """Form the group of a proposal, and prove that its ranks belong together; collective.
 
     Args:
-        built: this rank.
-        place: where it runs.
+        rank: this one, which serves, or waits to be admitted and compares the digests of those
+            that serve with its host's.
         attend: gives what it proves.
-        proposal: names it.
+        proposal: names the group.
         check: called while others are waited for; what it raises ends the wait. A member that
             hangs, and is not dead, is waited for until the proposal is void.
-        digests: [L, E, 2] that serve; None: this rank joins, and compares them with its host's.
 
     Raises:
         NotChanged: a rank did not come.
@@ -303,52 +296,51 @@ def form(
         MigrationError: the host of this rank has other bytes of an expert.
         StoreError: the store failed.
     """
-    rank, bank, config = place.rank, built.bank, built.config
-    rendezvous = StoreRendezvous(built.store, proposal.membership, check, FORM_DEADLINE_S)
+    bank, config, own = rank.bank, rank.config, rank.slots.digests
+    rendezvous = StoreRendezvous(rank.store, proposal.membership, check, FORM_DEADLINE_S)
     try:
-        groups = rejoin(
+        group = rejoin(
             f"proposal-{proposal.id}",
+            rank.group,
             proposal.members,
             rendezvous,
-            rank,
-            host=config.host_of(rank),
-            deadline_s=FORM_DEADLINE_S,
-            silence_s=config.silence_s,
-            check=check,
+            run=proposal.run,
+            config=config,
         )
     except RankError as exc:
         raise NotChanged(str(exc)) from exc
     try:
-        set_deadlines(groups, built)
-        agree(attend(proposal.members), lambda _, mine: gathered(mine, groups.control, check))
-        version = built.agent.shared.state.weights_version
-        answers = gathered({"handle": bank.handle, "weights": version}, groups.control, check)
+        control = group.control
+        assert control is not None, "it was formed with one"
+        set_deadlines(group, config)
+        agree(attend(proposal.members), lambda _, mine: gathered(mine, control, check))
+        version = rank.shared.state.weights_version
+        answers = gathered({"handle": bank.handle, "weights": version}, control, check)
         if len(versions := {one["weights"] for one in answers}) > 1:
             raise RankError(
-                f"rank {rank}: ranks have weights of versions {sorted(versions)}, expected one"
+                f"rank {rank.number}: ranks have weights of versions {sorted(versions)}, "
+                "expected one"
             )
-        alive = np.isin(np.arange(place.topology.num_ranks), proposal.members)
-        topology = replace(place.topology, alive=alive)
         handles = dict(zip(proposal.members, (str(one["handle"]) for one in answers), strict=True))
-        mapped = MappedSlots(rank, bank, map_peers(rank, topology, bank, handles.__getitem__))
-        shape = (built.model.num_layers, built.model.num_experts, 2)
-        highest = torch.full(shape, torch.iinfo(torch.int64).max)
-        table = highest if digests is None else digests.clone()
-        await_exchange(groups.control.allreduce([table], dist.ReduceOp.MIN), check)
-        if digests is None:
-            host = built.agent.parts.links.sources.host
+        peers = map_peers(rank.number, group.topology, bank, handles.__getitem__)
+        mapped = MappedSlots(rank.number, bank, peers)
+        joins = rank.group.is_waiting
+        table = torch.full_like(own, torch.iinfo(torch.int64).max) if joins else own.clone()
+        await_exchange(control.allreduce([table], dist.ReduceOp.MIN), check)
+        if joins:
+            host = rank.sources.host
             prove_weights(host, table, bank.schema.record_bytes, config.network.fill_deadline_s)
-        gathered("formed", groups.control, check)
+        gathered("formed", control, check)
     except BaseException as exc:
-        groups.votes.close(is_failure=True)
-        clear_frames(exc.__traceback__)  # which refer to the groups
-        void: list[object] = [groups]
-        del groups
+        group.votes.close(is_failure=True)
+        clear_frames(exc.__traceback__)  # which refer to the group
+        void: list[object] = [group]
+        del group, control
         let_go(void)
         if isinstance(exc, RuntimeError) and not isinstance(exc, EplbError):
-            raise NotChanged(f"rank {rank}: a rank of the next group died: {exc}") from exc
+            raise NotChanged(f"rank {rank.number}: a rank of the next group died: {exc}") from exc
         raise
-    return Formed(proposal, groups, table if digests is None else digests, mapped)
+    return Formed(proposal, group, table if joins else own, mapped)
 
 
 def prove_weights(
@@ -376,48 +368,40 @@ def prove_weights(
         host.release(records)
 
 
-def change_group(
-    built: BuiltRank, place: RankPlace, formed: Formed, steps: int, stages: Stages
-) -> tuple[BuiltRank, RankPlace, int]:
+def change_group(rank: Rank, formed: Formed, stages: Stages) -> None:
     """Leave the old group for the one that was formed; each of its ranks calls this.
-
-    Returns:
-        As ``serve_on``.
 
     Raises:
         NotChanged: nothing was changed, and the old group may agree.
         EplbError: as ``serve_on``.
     """
     try:
-        return _changed(built, place, formed, steps, stages)
+        _change(rank, formed, stages)
     except BaseException:
         formed.close()  # the others must not wait for this rank
         raise
 
 
-def _changed(
-    built: BuiltRank, place: RankPlace, formed: Formed, steps: int, stages: Stages
-) -> tuple[BuiltRank, RankPlace, int]:
-    old, rank, proposal = built.agent, place.rank, formed.proposal
-    groups, members = formed.groups, place.topology.alive
+def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
+    proposal, group = formed.proposal, formed.group
     joiners = sorted(map(int, proposal.joiners))
-    left = sorted(set(np.flatnonzero(members).tolist()) - set(proposal.members))
+    left = sorted(set(rank.group.members) - set(proposal.members))
     survival, refusal, generation = None, "", 0
-    if not place.joins:
+    if not rank.group.is_waiting:
         try:
-            survival = _planned(old, place, left, joiners)
-            generation = old.placement.generation
+            survival = _planned(rank, left, joiners)
+            generation = rank.placement.generation
         except PlacementError as exc:
             refusal = str(exc)
     stages.end("map")
     try:
         target = survival.target.hash if survival is not None else ""
-        # Weights may have been updated since the groups were formed.
-        step = agreed(rank, groups, target, refusal, steps, old.shared.state.weights_version)
+        # Weights may have been updated since the group was formed.
+        step = agree_on_start(rank, group, target, refusal)
     except RankError as exc:
         raise NotChanged(str(exc)) from exc
     stages.end("agree")
-    old.watcher.close()  # writes the commits that wait, and ends the mover's thread
+    rank.watcher.close()  # writes the commits that wait, and ends the mover's thread
     record = Recovery(
         membership=proposal.membership,
         run=proposal.run,
@@ -428,30 +412,35 @@ def _changed(
         reason=proposal.reason,
         time=proposal.time,
     )
-    is_first = rank == min(set(proposal.members) - set(joiners))
+    is_first = rank.number == min(set(proposal.members) - set(joiners))
     if is_first:
         assert survival is not None, "it is a member"
         try:
-            commit_group(built.store, survival, record, proposal.reason, is_planned=True)
+            commit_group(rank.store, survival, record, proposal.reason, is_planned=True)
         except StaleGeneration as exc:  # nothing is written: the old group may go on
             refusal = str(exc)
-    if refusals := [str(why) for _, why in together(rank, groups, refusal) if why]:
+    if refusals := [str(why) for _, why in group.gather(refusal) if why]:
         raise NotChanged(refusals[0])
-    old.close()
+    rank.leave()
     stages.end("commit")
     if survival is None:
-        survival = _committed(built.store, record)
-    slots = replace(old.parts.slots, digests=formed.digests)
-    sources = WeightSources(formed.mapped, old.parts.links.sources.host)
-    event = (REGROUPED, {"joined": joiners, "left": left}) if is_first else None
-    place = replace(place, joins=False)
-    return serve_in(built, place, record, groups, survival, slots, sources, step, stages, event)
+        survival = _committed(rank.store, record)
+    rank.slots = replace(rank.slots, digests=formed.digests)
+
+    def report() -> None:
+        stages.end("first pass")
+        if is_first:
+            report_group(rank, record, stages, REGROUPED, {"joined": joiners, "left": left})
+
+    sources = WeightSources(formed.mapped, rank.sources.host)
+    serve_in(
+        rank, replace(group, topology=survival.topology), survival.target, sources, step, report
+    )
+    stages.end("serve")
 
 
-def _planned(
-    old: RankAgent, place: RankPlace, left: Sequence[int], joiners: Sequence[int]
-) -> Survival:
-    survival = survive(old.placement, place.topology, left, joined=joiners)
+def _planned(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Survival:
+    survival = survive(rank.placement, rank.topology, left, joined=joiners)
     if survival.refills:
         raise PlacementError(
             f"{len(survival.refills)} experts are on ranks {list(left)} alone, expected none there"
@@ -470,82 +459,78 @@ def _committed(store: StateStore, record: Recovery) -> Survival:
     return Survival(topology_from_dict(dict(run.topology)), committed_placement(store), ())
 
 
-def be_admitted(
-    built: BuiltRank, place: RankPlace, attend: Attend, stages: Stages
-) -> tuple[BuiltRank, RankPlace, int] | None:
-    """Offer this rank to those that serve, until they admit it; None: it is to end.
+def be_admitted(rank: Rank, attend: Attend, stages: Stages) -> bool:
+    """Offer this rank to those that serve, until they admit it; False: it is to end.
 
     Raises:
         RankError: it is refused, or no rank serves.
         MigrationError: its host has other weights.
         StoreError: the store failed.
     """
-    rank, store = place.rank, built.store
-    mine = Joiner(rank, attend(()).host, secrets.token_hex(8))
+    number, store = rank.number, rank.store
+    mine = Joiner(number, attend(()).host, secrets.token_hex(8))
     seen, offer = 0, Deadline.after(0.0, time.monotonic)
     unserved = Deadline.after(UNSERVED_S, time.monotonic)
     try:
-        while not built.agent.voting.wants_halt:
+        while not rank.voting.wants_halt:
             version = store.version()
             if offer.has_passed:
                 wanted = store.wanted_ranks()
-                if wanted is not None and rank not in wanted:
-                    log.info("rank %d is not wanted any more", rank)
-                    return None
+                if wanted is not None and number not in wanted:
+                    log.info("rank %d is not wanted any more", number)
+                    return False
                 if serving_ranks(store, store.backend.now()):
                     unserved = Deadline.after(UNSERVED_S, time.monotonic)
                 elif unserved.has_passed:
-                    raise RankError(f"rank {rank} cannot join: found no rank that serves")
+                    raise RankError(f"rank {number} cannot join: found no rank that serves")
                 store.offer_to_join(mine)
                 offer = Deadline.after(OFFER_EVERY_S, time.monotonic)
             proposal = store.proposed_group()
-            if proposal is None or proposal.id <= seen or not proposal.has(rank, mine.process):
+            if proposal is None or proposal.id <= seen or not proposal.has(number, mine.process):
                 store.wait(version, offer.left_s)
                 continue
             seen = proposal.id
-            made = _admission(built, place, attend, proposal, stages)
-            if made is not None:
-                return made
+            if _joins_by(proposal, rank, attend, stages):
+                return True
     finally:
         store.withdraw_offer(mine)
-    return None
+    return False
 
 
-def _admission(
-    built: BuiltRank, place: RankPlace, attend: Attend, proposal: GroupProposal, stages: Stages
-) -> tuple[BuiltRank, RankPlace, int] | None:
-    """Join by one proposal; None: it came to nothing."""
+def _joins_by(proposal: GroupProposal, rank: Rank, attend: Attend, stages: Stages) -> bool:
+    """Join by one proposal; False: it came to nothing."""
 
     def check() -> None:
-        found = built.store.proposed_group()
-        if found is None or found.id != proposal.id or built.agent.voting.wants_halt:
+        standing = rank.store.proposed_group()
+        if standing is None or standing.id != proposal.id or rank.voting.wants_halt:
             raise NotChanged(f"proposal {proposal.id} of a group is void")
 
     formed: Formed | None = None
     try:
-        formed = form(built, place, attend, proposal, check, None)
+        formed = form(rank, attend, proposal, check)
         stages.end("group")
-        return change_group(built, place, formed, 0, stages)
+        change_group(rank, formed, stages)
+        return True
     except NotChanged as exc:
-        log.warning("rank %d: proposal %d: %s", place.rank, proposal.id, exc)
+        log.warning("rank %d: proposal %d: %s", rank.number, proposal.id, exc)
     void: list[object] = [formed]
     formed = None
     let_go(void)
-    return None
+    return False
 
 
-def await_exclusion(agent: RankAgent, store: StateStore, place: RankPlace) -> bool:
+def await_exclusion(rank: Rank) -> bool:
     """Wait until the others serve without this rank, which leaves; False: they do not.
 
     Raises:
         StoreError: the store failed.
     """
-    deadline = Deadline.after(LEAVE_DEADLINE_S, time.monotonic)
+    store, deadline = rank.store, Deadline.after(LEAVE_DEADLINE_S, time.monotonic)
     while not deadline.has_passed:
         version, record = store.version(), store.recovery()
-        if record is not None and record.membership > agent.membership:
-            return place.rank not in record.survivors
-        if store.survivor_reports(place.run, agent.membership):
+        if record is not None and record.membership > rank.membership:
+            return rank.number not in record.survivors
+        if store.survivor_reports(rank.group.run, rank.membership):
             return False
         store.wait(version, RETRY_S)
     return False

@@ -5,7 +5,7 @@
     map      find what survivors serve, alike on all (eplb/migration/survivors.py)
     refill   load the experts that no survivor holds from the host cache, and prove their bytes
     commit   placement and run in one change of the store: a membership is a run of its own
-    serve    routing table, dispatcher and a new agent; the next step has one number on all
+    serve    routing table, dispatcher and group; the next step has one number on all
 
 Tokens for an expert without a live replica wait: no survivor serves before the refill, so none is
 dropped, and none is computed with wrong weights.
@@ -20,36 +20,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from eplb.clock import Clock, Deadline
-from eplb.errors import MigrationError, PlacementError, RankError
+from eplb.core.placement import Placement
+from eplb.errors import MigrationError, PlacementError, RankError, StoreError
 from eplb.migration.recovery import Recovery, run_of
 from eplb.migration.serialisation import topology_to_dict
 from eplb.migration.survivors import Refill, Survival, survive
-from rebalance.agent import RankAgent
-from rebalance.assembly.experts import RankPlace
-from rebalance.assembly.group import RankGroups
-from rebalance.assembly.rank import BuiltRank
-from rebalance.rank.parts import AgentSettings
+from rebalance.assembly.config import RankConfig
+from rebalance.rank.group import Group
 from rebalance.rank.watcher import StoreLoss
-from rebalance.recovery import NewGroups, StoreRendezvous, let_go, recover, rejoin
-from rebalance.stage.share import RankSlots
+from rebalance.recovery import StoreRendezvous, let_go, recover, rejoin
 from rebalance.types import Record
-from rebalance.weights.cache.client import HostCacheClient, HostCacheEnded
-from rebalance.weights.rank_link import GroupName, OtherRanks
+from rebalance.weights.cache.client import HostCacheEnded
 from rebalance.weights.sources import HOST, WeightSources
-from runtime.dispatch.all_to_all import first_sentence
-from runtime.group import CPU, gathered, set_deadline
+from runtime.counters import PassCounter
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
+
+if TYPE_CHECKING:
+    from rebalance.rank.rank import Rank
 
 GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
 CACHE_DEADLINE_S = 20.0  # for a host cache that is started again while survivors refill
@@ -77,20 +71,12 @@ class Stages:
         return ", ".join(f"{stage} {seconds:.3f} s" for stage, seconds in self.seconds.items())
 
 
-def serve_on(
-    built: BuiltRank, place: RankPlace, steps: int, stages: Stages
-) -> tuple[BuiltRank, RankPlace, int]:
-    """Form a group with the other survivors, and serve in it; each of them calls it.
+def serve_on(rank: Rank, stages: Stages) -> None:
+    """Enter a group with the other survivors of a broken one; each of them calls it.
 
     Args:
-        built: this rank, whose group broke.
-        place: where it runs.
-        steps: forward passes that it has begun.
+        rank: whose group broke; its threads in the new one are not started yet.
         stages: gets the seconds of each stage.
-
-    Returns:
-        The rank with an agent that is not started yet, its place in the new group, and the number
-        of its next forward pass.
 
     Raises:
         RankError: a survivor is lost or excluded, or cannot serve on.
@@ -98,231 +84,173 @@ def serve_on(
         MigrationError: an expert cannot be loaded.
         StoreError: the store cannot be used.
     """
-    rank, config = place.rank, built.config
-    record, groups = join_survivors(
-        built.agent,
-        built.store,
-        rank,
-        stages,
-        host=config.host_of(rank),
-        silence_s=config.silence_s,
-        device=place.device,
-    )
+    record, group = join_survivors(rank, stages)
     try:
-        return _in_group(built, place, record, groups, steps, stages)
+        _enter(rank, record, group, stages)
     except BaseException:
-        groups.votes.close(is_failure=True)  # the others must not wait for this rank
+        group.votes.close(is_failure=True)  # the others must not wait for this rank
         raise
 
 
 def join_survivors(
-    agent: RankAgent,
-    store: StateStore,
-    rank: int,
-    stages: Stages,
-    *,
-    host: str | None = None,
-    silence_s: float = 0.0,
-    deadline_s: float = GROUP_DEADLINE_S,
-    device: torch.device = CPU,
-) -> tuple[Recovery, NewGroups]:
-    """Agree with the other survivors and form their groups; without those that die meanwhile.
+    rank: Rank, stages: Stages, *, deadline_s: float = GROUP_DEADLINE_S
+) -> tuple[Recovery, Group]:
+    """Agree with the other survivors and form their group; without those that die meanwhile.
 
     Args:
-        agent: of the broken group; it is not closed yet.
-        store: in which they agree and meet.
-        rank: this one.
+        rank: of the broken group, which it has not left yet.
         stages: gets the seconds.
-        host: as for ``rejoin``.
-        silence_s: as for ``rejoin``.
         deadline_s: for each group to be formed.
-        device: as for ``rejoin``.
 
     Raises:
         RankError: there was no agreement, or twice no group of the same survivors.
     """
     tried = frozenset[int]()
     while True:  # ends: each turn but the first leaves a rank out
-        record = recover(agent, store)
+        record = recover(rank, rank.store)
         stages.end("agree")
 
         def lost(record: Recovery = record) -> frozenset[int]:
-            return agent.dead() & frozenset(record.survivors)
+            return rank.dead() & frozenset(record.survivors)
 
         def check() -> None:
             if dead := lost():
-                raise RankError(f"rank {rank}: survivor {min(dead)} died")
+                raise RankError(f"rank {rank.number}: survivor {min(dead)} died")
 
-        rendezvous = StoreRendezvous(store, record.membership, check, deadline_s)
-        groups = None
+        rendezvous = StoreRendezvous(rank.store, record.membership, check, deadline_s)
+        group = None
         try:
-            groups = rejoin(
+            group = rejoin(
                 f"recovery-{record.membership}",
+                rank.group,
                 record.survivors,
                 rendezvous,
-                rank,
-                host=host,
-                deadline_s=deadline_s,
-                silence_s=silence_s,
-                check=check,
-                device=device,
+                run=record.run,
+                config=rank.config,
             )
             # All are warm: one that stops before its first pass is known by its silence too.
-            groups.votes.begin_beats()
-            together(rank, groups, "formed")  # from here on nobody comes back to agree again
+            group.votes.begin_beats()
+            group.gather("formed")  # from here on nobody comes back to agree again
         except RankError as exc:
-            if groups is not None:
-                groups.votes.close(is_failure=True)
+            if group is not None:
+                group.votes.close(is_failure=True)
             # Who did not come does not report either. If all come again, a second try shows what is
             # wrong: that a link is cut is seen late where no beats are sent.
             if not lost() and tried == frozenset(record.survivors):
                 raise
             tried = frozenset(record.survivors)
-            log.warning("membership=%d rank=%d without a group: %s", record.membership, rank, exc)
+            log.warning(
+                "membership=%d rank=%d without a group: %s", record.membership, rank.number, exc
+            )
         else:
             stages.end("group")
-            return record, groups
-        void: list[object] = [groups]
-        groups = None
+            return record, group
+        void: list[object] = [group]
+        group = None
         let_go(void)
 
 
-def _in_group(
-    built: BuiltRank,
-    place: RankPlace,
-    record: Recovery,
-    groups: NewGroups,
-    steps: int,
-    stages: Stages,
-) -> tuple[BuiltRank, RankPlace, int]:
-    old, slots = built.agent, built.agent.parts.slots
-    # The mover's thread has ended afterwards: staging and host cache are the new agent's.
-    old.close()
-    set_deadlines(groups, built)
-    topology, links = place.topology, old.parts.links
-    dead = sorted(set(np.flatnonzero(topology.alive).tolist()) - set(record.survivors))
-    refusal, survival = "", Survival(topology, old.placement, ())
+def _enter(rank: Rank, record: Recovery, group: Group, stages: Stages) -> None:
+    # The mover's thread has ended afterwards: staging and host cache are the new group's.
+    rank.leave()
+    set_deadlines(group, rank.config)
+    placement, is_first = rank.placement, rank.number == record.survivors[0]
+    dead = sorted(set(rank.group.members) - set(record.survivors))
+    refusal, survival = "", Survival(rank.topology, placement, ())
     try:
-        survival = survive(old.placement, topology, dead)
+        survival = survive(placement, rank.topology, dead)
         stages.end("map")
-        refills = survival.refills_of(place.rank)
-        check = partial(raise_if_dead, place.rank, groups)
-        refill(slots, links.sources.host, refills, built.config.network.fill_deadline_s, check)
+        refill(rank, survival.refills_of(rank.number), group.raise_if_dead)
         stages.end("refill")
     except PlacementError as exc:
-        slots_per_rank = -(-old.placement.num_experts // len(record.survivors))
+        slots_per_rank = -(-placement.num_experts // len(record.survivors))
         refusal = f"{exc}, expected topology.slots_per_rank = {slots_per_rank} or more"
     except MigrationError as exc:
         refusal = f"{exc}, expected its host cache to load it, or a replica on another rank"
-    version = old.shared.state.weights_version
-    step = agreed(place.rank, groups, survival.target.hash, refusal, steps, version)
-    is_first = place.rank == record.survivors[0]
+    step = agree_on_start(rank, group, survival.target.hash, refusal)
+    num_refills = len(survival.refills)
     if is_first:
         words = f"{record.reason}; {len(record.survivors)} ranks serve on, membership "
-        words += f"{record.membership}, {len(survival.refills)} experts loaded"
-        commit_group(built.store, survival, record, words)
-    together(place.rank, groups, "")
+        words += f"{record.membership}, {num_refills} experts loaded"
+        commit_group(rank.store, survival, record, words)
+    group.gather("")
     stages.end("commit")
-    num_refills = len(survival.refills)
-    refill_bytes = num_refills * slots.bank.schema.record_bytes
-    detail = {"refills": num_refills, "refill_bytes": refill_bytes}
-    event = (MEMBERSHIP, detail) if is_first else None
-    return serve_in(
-        built, place, record, groups, survival, slots, links.sources, step, stages, event
-    )
-
-
-def set_deadlines(groups: NewGroups, built: BuiltRank) -> None:
-    """Give new groups the deadlines of those that ranks start with."""
-    network = built.config.network
-    if built.place.device.type == "cpu":
-        set_deadline(groups.tokens, built.config.vote_deadline_s)
-    set_deadline(groups.control, max(network.join_deadline_s, network.fill_deadline_s))
-
-
-def serve_in(
-    built: BuiltRank,
-    place: RankPlace,
-    record: Recovery,
-    groups: NewGroups,
-    survival: Survival,
-    slots: RankSlots,
-    sources: WeightSources,
-    step: int,
-    stages: Stages,
-    event: tuple[str, dict[str, Any]] | None,
-) -> tuple[BuiltRank, RankPlace, int]:
-    """Make what serves in a new group: routing table, agent and place.
-
-    Args:
-        built: this rank; its agent is closed.
-        place: where it ran.
-        record: of the new group.
-        groups: the same.
-        survival: its topology, and the placement that it serves, which the store has.
-        slots: this rank's.
-        sources: where experts come from, but for other ranks that are asked.
-        step: number of the next forward pass.
-        stages: gets the seconds.
-        event: kind and further facts of the event that this rank writes; None: another one does.
-    """
-    old, run = built.agent, run_of(record.run, record.membership)
-    target, slots = survival.target, replace(slots, topology=survival.topology)
-    built.table.load(target, range(target.num_layers))
-    built.counter.drain()  # of passes that were broken off
-    settings = AgentSettings(built.config, run, slots.topology, record.membership)
-    links = old.parts.links
-    links = replace(
-        links,
-        votes=groups.votes,
-        sources=_sources(sources, settings, place.rank, slots.bank.schema.record_bytes),
-        loss=StoreLoss(built.store, run),
-        serves=groups.votes.begin_beats,
-    )
-    agent = RankAgent(settings, slots, built.counter, links, target)
+    detail = {"refills": num_refills, "refill_bytes": num_refills * rank.bank.schema.record_bytes}
 
     def report() -> None:
         stages.end("first pass")
-        if event is not None:
-            detail = {
-                "membership": record.membership,
-                "run": run,
-                "generation": target.generation,
-                "reason": record.reason,
-                "survivors": list(record.survivors),
-                "broke_at": stages.began,
-                "seconds": stages.seconds,
-            }
-            agent.watcher.report_event(event[0], detail | event[1])
+        if is_first:
+            report_group(rank, record, stages, MEMBERSHIP, detail)
 
-    agent.go_on_from(old, step, report)
+    serve_in(rank, group, survival.target, rank.sources, step, report)
     stages.end("serve")
-    groups_now = RankGroups(groups.tokens, groups.control)
-    now = replace(place, run=run, topology=slots.topology, groups=groups_now)
-    return replace(built, agent=agent, place=now), now, step
 
 
-def refill(
-    slots: RankSlots,
-    host: HostCacheClient,
-    refills: Sequence[Refill],
-    deadline_s: float,
-    check: Callable[[], None],
+def set_deadlines(group: Group, config: RankConfig) -> None:
+    """Give a new group the deadlines of one that ranks start with."""
+    network = config.network
+    group.set_deadlines(
+        config.vote_deadline_s, max(network.join_deadline_s, network.fill_deadline_s)
+    )
+
+
+def serve_in(
+    rank: Rank,
+    group: Group,
+    target: Placement,
+    sources: WeightSources,
+    step: int,
+    on_first_pass: Callable[[], None],
 ) -> None:
-    """Load experts that no survivor holds into this rank's live slots, which nothing reads now.
+    """Enter a group after another one, by a placement that the store has.
 
     Args:
-        slots: of this rank.
-        host: which has the records; for one that has ended the next is waited for, each time for
-            CACHE_DEADLINE_S.
+        rank: which has left the group before.
+        group: the next one.
+        target: the placement that serves in it.
+        sources: where experts come from.
+        step: number of the next forward pass.
+        on_first_pass: called once that is over.
+    """
+    rank.table.load(target, range(target.num_layers))
+    rank.counter.drain()  # of passes that were broken off
+    loss = StoreLoss(rank.store, group.run)
+    rank.enter(group, target, sources, loss=loss, step=step, on_first_pass=on_first_pass)
+    assert isinstance(rank.passes, PassCounter), "a rank with another counter does not serve on"
+    rank.passes.go_on(step)
+
+
+def report_group(
+    rank: Rank, record: Recovery, stages: Stages, kind: str, detail: Mapping[str, Any]
+) -> None:
+    """Write the event of a group that serves."""
+    facts = {
+        "membership": record.membership,
+        "run": rank.group.run,
+        "generation": rank.placement.generation,
+        "reason": record.reason,
+        "survivors": list(record.survivors),
+        "broke_at": stages.began,
+        "seconds": stages.seconds,
+    }
+    rank.watcher.report_event(kind, facts | dict(detail))
+
+
+def refill(rank: Rank, refills: Sequence[Refill], check: Callable[[], None]) -> None:
+    """Load experts that no survivor holds into this rank's live slots, which nothing reads now.
+
+    A host cache that has ended is waited for, each time for CACHE_DEADLINE_S.
+
+    Args:
+        rank: whose host has the records.
         refills: what to load.
-        deadline_s: of each request.
         check: called before a request is repeated.
 
     Raises:
         MigrationError: the host has no record of one, or its bytes are wrong.
     """
-    bank, size = slots.bank, max(1, host.room)
+    slots, host, bank = rank.slots, rank.sources.host, rank.bank
+    deadline_s, size = rank.config.network.fill_deadline_s, max(1, host.room)
 
     def lease(records: Sequence[Record]) -> None:
         patience: Deadline | None = None
@@ -360,66 +288,35 @@ def refill(
             host.release(records)
 
 
-def _sources(
-    before: WeightSources, settings: AgentSettings, rank: int, record_bytes: int
-) -> WeightSources:
-    """The same sources with new connections to other ranks: a connection belongs to one group."""
-    others, addresses = None, settings.config.rank_links
-    if addresses is not None:
-        group = GroupName(settings.run, settings.membership)
-        others = OtherRanks(addresses, rank, group, record_bytes)
-    return WeightSources(before.slots, before.host, others)
-
-
-def agreed(
-    rank: int, groups: NewGroups, target: str, refusal: str, steps: int, weights_version: int
-) -> int:
+def agree_on_start(rank: Rank, group: Group, target: str, refusal: str) -> int:
     """Compare what all ranks of a new group will serve; gives the number of the next forward pass.
 
     Args:
         rank: this one.
-        groups: the new ones.
+        group: the new one.
         target: hash of the placement; "": the rank joins, and takes that of the others.
         refusal: why this rank cannot serve; "": it can.
-        steps: forward passes that it has begun.
-        weights_version: that it holds.
 
     Raises:
         RankError: ranks would serve different placements or weights, or one cannot serve.
     """
-    mine = {"hash": target, "steps": steps, "refusal": refusal[:MAX_REFUSAL]}
-    mine["weights"] = weights_version
-    answers = together(rank, groups, mine)
+    assert rank.passes is not None, "a rank whose engine numbers its passes does not serve on"
+    mine = {"hash": target, "steps": rank.passes.steps, "refusal": refusal[:MAX_REFUSAL]}
+    mine["weights"] = rank.shared.state.weights_version
+    answers = group.gather(mine)
     if refusals := [f"rank {at}: {one['refusal']}" for at, one in answers if one["refusal"]]:
         raise RankError(f"the ranks cannot serve on: {refusals[0]}")
     if len(hashes := {str(one["hash"]) for _, one in answers} - {""}) > 1:
-        raise RankError(f"rank {rank}: ranks would serve placements {sorted(hashes)}, expected one")
+        raise RankError(
+            f"rank {group.rank}: ranks would serve placements {sorted(hashes)}, expected one"
+        )
     if len(versions := {int(one["weights"]) for _, one in answers}) > 1:
         raise RankError(
-            f"rank {rank}: ranks would serve weights of versions {sorted(versions)}, expected one"
+            f"rank {group.rank}: ranks would serve weights of versions {sorted(versions)}, "
+            "expected one"
         )
     # A pass that was broken off is run again under the next number: who had not begun it follows.
     return max(int(one["steps"]) for _, one in answers)
-
-
-def together(rank: int, groups: NewGroups, mine: Any) -> list[tuple[int, Any]]:
-    """Every rank's message, with its number in the deployment."""
-    check = partial(raise_if_dead, rank, groups)
-    try:
-        return list(zip(groups.members, gathered(mine, groups.control, check), strict=True))
-    except RuntimeError as exc:
-        why = first_sentence(exc)
-        raise RankError(f"rank {rank}: a rank died before all served on: {why}") from exc
-
-
-def raise_if_dead(rank: int, groups: NewGroups) -> None:
-    """Wait for a new group no longer once a rank of it is dead.
-
-    Raises:
-        RankError: a rank is.
-    """
-    if dead := groups.votes.dead():
-        raise RankError(f"rank {rank}: rank {min(dead)} died before all served on")
 
 
 def commit_group(
@@ -461,3 +358,18 @@ def commit_group(
         ),
         next_group=record if is_planned else None,
     )
+
+
+def committed_placement(store: StateStore) -> Placement:
+    """The placement that ranks start from.
+
+    Raises:
+        StoreError: there is none.
+    """
+    committed = store.committed()
+    if committed is None:
+        raise StoreError(
+            f"the store holds no committed placement of deployment {store.deployment!r}, "
+            "expected one to start from"
+        )
+    return committed.placement

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,12 +54,18 @@ class JournalSink(Protocol):
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
         """Record an event at ``where``: (step, generation, plan id)."""
 
+    def close(self) -> None:
+        """Write what waits, and end."""
+
 
 class NoJournal:
     """Drops all entries: for ranks without a state folder."""
 
     def note(self, what: str, where: tuple[int, int, int], detail: Mapping[str, Any]) -> None:
         """Drop it."""
+
+    def close(self) -> None:
+        """Nothing waits."""
 
 
 class Journal:
@@ -168,17 +174,17 @@ def _entry_of(line: bytes) -> Entry | None:
 
 
 class JournalRecorder:
-    """Records the events of a rank agent. Votes are recorded only when they change."""
+    """Records the events of a rank. Votes are recorded only when they change."""
 
-    def __init__(self, sink: JournalSink, step: Callable[[], int]) -> None:
-        self._sink, self._step = sink, step
+    def __init__(self, sink: JournalSink) -> None:
+        self._sink, self.step = sink, -1  # the step that was begun last; -1 before the first
         self._last_ballot: Ballot | None = None
         self._last_verdict: Verdict | None = None
 
     def note(self, what: str, state: RankPhase, **detail: Any) -> None:
         """Record an event in this state."""
         plan_id = state.plan.plan_id if state.plan else 0
-        self._sink.note(what, (self._step(), state.generation, plan_id), detail)
+        self._sink.note(what, (self.step, state.generation, plan_id), detail)
 
     def note_change(self, before: RankPhase, after: RankPhase) -> None:
         """Record a change of the phase machine."""
@@ -200,7 +206,7 @@ class JournalRecorder:
             self._sink.note("verdict", self._place(cast), {"of_step": cast.step} | news)
 
     def _place(self, ballot: Ballot) -> tuple[int, int, int]:
-        return self._step(), ballot.generation, ballot.plan_id
+        return self.step, ballot.generation, ballot.plan_id
 
 
 def changes(before: RankPhase, after: RankPhase) -> Iterator[tuple[str, dict[str, Any]]]:

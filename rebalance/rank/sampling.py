@@ -5,35 +5,40 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.errors import RankError
-from rebalance.rank.parts import RankParts
-from runtime.counters import Cut, SlotCounter
+from runtime.counters import Cut
 from runtime.streams import Completion
+
+if TYPE_CHECKING:
+    from rebalance.rank.rank import Rank
 
 NONE = np.zeros(1, dtype=np.int64)
 
 
 class Sampler:
-    """Makes samples without stopping the compute stream: figures are read once they arrive."""
+    """Makes samples without stopping the compute stream: figures are read once they arrive.
 
-    def __init__(self, parts: RankParts, counter: SlotCounter) -> None:
-        self._settings, self._links, self._counter = parts.settings, parts.links, counter
-        self._slots, self._strays = parts.slots, parts.slots.table.strays
+    Args:
+        rank: whose counters are read.
+        step: the first one that counts: passes before it were those of another group.
+    """
+
+    def __init__(self, rank: Rank, step: int) -> None:
+        self._deployment, self._run = rank.config.deployment, rank.group.run
+        self._counter, self._clock, self._sink = rank.counter, rank.clock, rank.reporter
+        self._slots, self._strays = rank.slots, rank.table.strays
         self._last_strays = Cut(self._strays, NONE)
-        self._first_unsampled = 0
+        self._first_unsampled = step
         # Samples without their tokens, and the figures that are copied to the host.
         self._on_the_way: deque[tuple[Callable[..., LoadSample], Cut, Cut]] = deque()
         self._phase: Phase | None = None  # of the passes since the last cut
         self.num_cut = 0
-
-    def begin_at(self, step: int) -> None:
-        """Count from this step on: passes before it were those of another group."""
-        self._first_unsampled = step
 
     def begin_pass(self, phase: Phase) -> None:
         """Note what the forward pass is that is about to begin."""
@@ -46,11 +51,11 @@ class Sampler:
         assert self._phase is not None, "a pass has begun since the last cut"
         make_sample = partial(
             LoadSample,
-            deployment=self._settings.config.deployment,
-            run=self._settings.run,
+            deployment=self._deployment,
+            run=self._run,
             rank=self._slots.rank,
             sequence=self.num_cut,
-            time=self._links.clock(),
+            time=self._clock(),
             first_step=self._first_unsampled,
             last_step=step - 1,
             phase=self._phase,
@@ -85,4 +90,4 @@ class Sampler:
                     f"{sample.first_step} to {sample.last_step} are too high, expected them below "
                     "the number of experts: their tokens were dropped"
                 )
-            self._links.reporter.offer(sample)
+            self._sink.offer(sample)

@@ -54,9 +54,12 @@ class SampleSink(Protocol):
     def state(self, state: RankState) -> None:
         """Accept the rank's report; only the newest is kept."""
 
+    def close(self, flush_deadline_s: float) -> None:
+        """Pass on what was accepted, within a deadline."""
 
-class WatchedAgent(Protocol):
-    """The agent, as the watcher sees it."""
+
+class WatchedRank(Protocol):
+    """The rank, as the watcher sees it."""
 
     membership: int  # of the group in which it serves, or that of survivors once it joined them
 
@@ -156,12 +159,12 @@ class StoreLoss:
         self._run = found
         self._newest = -1  # newest generation that the store has ever named
 
-    def restore_if_lost(self, live: LiveState, agent: WatchedAgent) -> bool:
+    def restore_if_lost(self, live: LiveState, rank: WatchedRank) -> bool:
         """Restore the store if it was lost; return whether the data just read from it is invalid.
 
         Args:
             live: the live settings as they were read last.
-            agent: of this rank.
+            rank: that serves.
 
         Raises:
             StoreError: the store failed.
@@ -172,8 +175,8 @@ class StoreLoss:
             self._live, self._change = live, self._store.membership_change()
             named, known = committed.placement.generation, self._newest
             self._newest = max(named, known)
-            return named < known and self._has_gone_back(named, known, agent)
-        state, (placement, plan_id) = agent.describe(), agent.settled()
+            return named < known and self._has_gone_back(named, known, rank)
+        state, (placement, plan_id) = rank.describe(), rank.settled()
         reason = f"rank {state.rank} misses the run in the store: the store lost its contents"
         if self._store.restore(
             self._run,
@@ -186,12 +189,12 @@ class StoreLoss:
             log.error("generation=%d %s; state restored", placement.generation, reason)
         return True
 
-    def _has_gone_back(self, named: int, known: int, agent: WatchedAgent) -> bool:
+    def _has_gone_back(self, named: int, known: int, rank: WatchedRank) -> bool:
         """Commit what this rank serves, if the store named it and now names an older placement.
 
         A commit that the store does not have yet is no reason: it is on its way.
         """
-        placement, _ = agent.settled()
+        placement, _ = rank.settled()
         if placement.generation <= named:
             return False  # the ranks that have swapped already do it
         reason = (
@@ -199,7 +202,7 @@ class StoreLoss:
         )
         try:
             if self._store.commit(
-                placement, expected=named, reason=reason, membership=agent.membership
+                placement, expected=named, reason=reason, membership=rank.membership
             ):
                 log.error("generation=%d %s; committed again", placement.generation, reason)
         except StaleGeneration as exc:
@@ -208,7 +211,10 @@ class StoreLoss:
 
 
 class Watcher:
-    """Three daemon threads: store to agent, the mover's work, and what the store is to have.
+    """Three daemon threads: store to rank, the mover's work, and what the store is to have.
+
+    They belong to one group. A thread that a close could not end, because the store does not
+    answer, tells the rank nothing any more: it may be in another group by then.
 
     Without ``loss``, a store that lost its contents is not restored.
     """
@@ -216,17 +222,18 @@ class Watcher:
     def __init__(
         self,
         store: StateStore,
-        agent: WatchedAgent,
+        rank: WatchedRank,
         mover: Mover,
         shared: SharedPhase,
         sink: SampleSink,
         watchdog: Watchdog,
         loss: StoreLoss | None = None,
     ) -> None:
-        self._store, self._agent, self._mover, self._shared = store, agent, mover, shared
+        self._store, self._rank, self._mover, self._shared = store, rank, mover, shared
         self._sink, self._watchdog, self._loss = sink, watchdog, loss
         self.num_mover_failures = 0
-        self._closing, self._is_watching = threading.Event(), True
+        self.membership = rank.membership  # that commits are written for
+        self._closing, self._is_watching, self._has_left = threading.Event(), True, False
         self._to_write: queue.SimpleQueue[Writing | None] = queue.SimpleQueue()
         self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -253,6 +260,7 @@ class Watcher:
         for thread in self._threads:
             if thread.ident is not None:  # a rank may be closed before it was started
                 thread.join(CLOSE_DEADLINE_S)
+        self._has_left = True
 
     def ended(self) -> list[str]:
         """Return the names of threads that have exited before ``close``."""
@@ -306,7 +314,7 @@ class Watcher:
                 plan_id=migration.plan_id,
                 reason=reason,
                 outcome=outcome,
-                membership=self._agent.membership,
+                membership=self.membership,
             )
         except StaleGeneration:
             # Every rank writes the same; a late one may find that the group is further already.
@@ -332,7 +340,8 @@ class Watcher:
                 self._closing.wait(POLL_S)
             else:
                 version, patience_s = polled
-            self._sink.state(self._agent.describe())
+            if not self._has_left:
+                self._sink.state(self._rank.describe())
             if is_last:
                 self._watchdog.watcher.idle("closed")
                 return
@@ -347,9 +356,11 @@ class Watcher:
         try:
             version = self._store.wait(version, patience_s)
             live, published = self._store.live(), self._store.published()
-            if self._loss is not None and self._loss.restore_if_lost(live, self._agent):
+            if self._has_left:
+                return None
+            if self._loss is not None and self._loss.restore_if_lost(live, self._rank):
                 return version, SOON_S  # what was read is of a store without its contents
-            is_settled = self._agent.on_store_update(live.control, published)
+            is_settled = self._rank.on_store_update(live.control, published)
             return version, POLL_S if is_settled else SOON_S
         except StoreError as exc:
             log.warning("load store failed, retrying: %s", exc)

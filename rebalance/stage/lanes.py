@@ -1,4 +1,9 @@
-"""A kind of link as staging sees it: records in line, chunks under way, and when more may go."""
+"""A kind of link as staging sees it: records in line, chunks under way, and when more may go.
+
+Pulls at full speed delay serving: 88 MB from a peer in every step added 52 % to the slowest steps,
+8 MB in every step (19 GB/s) added 0.3 % (measured on 4 x H200). So bytes are pulled in small
+chunks, at a steady rate. Nothing here waits: callers get the time of the next attempt.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +27,50 @@ from rebalance.stage.stage_settings import (
     StageSettings,
 )
 from rebalance.types import Record
-from rebalance.weights.link.limits import NOW, TokenBucket
 from rebalance.weights.sources import Link, Place
 from runtime.streams import Completion
 
 log = logging.getLogger(__name__)
+
+NOW = -math.inf  # a time that has always passed
+
+
+class TokenBucket:
+    """A rate in bytes per second, with a burst of at most ``burst_bytes`` after idle time."""
+
+    def __init__(
+        self, bytes_per_second: float, burst_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._rate, self._burst, self._clock = bytes_per_second, burst_bytes, clock
+        self._bytes, self._at = float(burst_bytes), clock()
+
+    def ready_at(self, num_bytes: int) -> float:
+        """When ``num_bytes`` may go; a time that has passed means now.
+
+        More than the burst may go once the bucket is full, and is paid for afterwards.
+        """
+        self._refill()
+        missing = min(num_bytes, self._burst) - self._bytes
+        return NOW if missing <= 0 else self._at + missing / self._rate
+
+    def take(self, num_bytes: int) -> None:
+        """Spend ``num_bytes``."""
+        self._refill()
+        self._bytes -= num_bytes
+
+    def change_rate(self, bytes_per_second: float) -> None:
+        """Refill at another rate from now on; what was spent before stays spent."""
+        self._refill()
+        self._rate = bytes_per_second
+
+    def _refill(self) -> None:
+        now = self._clock()
+        if math.isinf(self._rate):
+            self._bytes = float(self._burst)
+        else:
+            grown = self._bytes + (now - self._at) * self._rate
+            self._bytes = min(float(self._burst), grown)
+        self._at = now
 
 
 @dataclass(eq=False)

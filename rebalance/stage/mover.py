@@ -130,14 +130,7 @@ class Mover:
     ) -> None:
         self._slots, self._sources = slots, sources
         self._settings, self._clock = settings, clock
-        self._choice = SourceChoice(
-            slots.rank,
-            slots.topology,
-            sources.readable,
-            dead,
-            clock,
-            reachable=sources.reachable,
-        )
+        self._choice = SourceChoice(slots.rank, slots.topology, sources.readable, dead, clock)
         self.beat = beat or ThreadActivity("mover", clock)
         self._stager = Stager(sources, self._choice, slots.digests, settings, clock, beat=self.beat)
         self.ring = StagingRing(slots.bank.num_staging)

@@ -1,10 +1,9 @@
 """Sources of a record, best first, and their quarantine.
 
 Order: the rank's own slot, then peers on the host (all of them in turn, chunk by chunk), then the
-host cache, then ranks over the network, one after the other. A move that was planned from the
-host takes that first. A slot with a wrong digest is never used again by this rank in this run:
-memory that was corrupted once may be corrupted again. A host's record is retried after a while,
-and a correct digest ends its quarantine.
+host cache. A move that was planned from the host takes that first. A slot with a wrong digest is
+never used again by this rank in this run: memory that was corrupted once may be corrupted again. A
+host's record is retried after a while, and a correct digest ends its quarantine.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class SourceChoice:
         readable: ranks whose live slots can be read from here, including this one.
         dead: returns the ranks that are known to be dead.
         clock: of seconds.
-        reachable: further ranks, which send live slots over the network.
     """
 
     def __init__(
@@ -48,10 +46,8 @@ class SourceChoice:
         readable: frozenset[int],
         dead: Callable[[], frozenset[int]],
         clock: Clock = time.monotonic,
-        *,
-        reachable: frozenset[int] = frozenset(),
     ) -> None:
-        self._rank, self._topology, self._reachable = rank, topology, reachable - readable
+        self._rank, self._topology = rank, topology
         self._readable, self._dead, self._clock = readable, dead, clock
         self._quarantined: dict[Key, float] = {}  # until when it is not read
         self._suspects: set[Key] = set()  # one of several that gave wrong bytes together
@@ -99,30 +95,22 @@ class SourceChoice:
         if is_from_host or host_first:
             yield (HOST,)
         yield from ((place,) for place in holders if place.source is Source.SAME_RANK)
-        peers = [place for place in holders if place.source is Source.PEER and not place.is_far]
+        peers = [place for place in holders if place.source is Source.PEER]
         yield tuple(place for place in peers if _key(move, place) not in self._suspects)
         yield from ((place,) for place in peers)
         yield (HOST,)
-        yield from ((place,) for place in self._in_turn(move, holders))
-
-    def _in_turn(self, move: Move, holders: Sequence[Place]) -> list[Place]:
-        """Ranks to ask, another one first for every record and receiver: none is overrun."""
-        far = [place for place in holders if place.is_far]
-        first = (self._rank + move.layer + move.expert) % max(1, len(far))
-        return far[first:] + far[:first]
 
     def holders(self, move: Move, held: NDArray[np.int32]) -> list[Place]:
         """Slots in reach that hold a move's expert, by ``held`` [L, S]; the planned one first."""
         slots = np.flatnonzero(held[move.layer] == move.expert).tolist()
         places = [self._place(slot) for slot in sorted(slots, key=lambda s: s != move.src_slot)]
-        alive, in_reach = self._topology.alive, self._readable | self._reachable
-        return [place for place in places if place.rank in in_reach and alive[place.rank]]
+        alive = self._topology.alive
+        return [place for place in places if place.rank in self._readable and alive[place.rank]]
 
     def _place(self, slot: int) -> Place:
         owner = int(self._topology.rank_of_slot[slot])
         source = Source.SAME_RANK if owner == self._rank else Source.PEER
-        slot_of_owner = slot - int(self._topology.first_slot[owner])
-        return Place(source, owner, slot_of_owner, is_far=owner not in self._readable)
+        return Place(source, owner, slot - int(self._topology.first_slot[owner]))
 
     def wrong(self, move: Move, places: Sequence[Place]) -> None:
         """Note that the bytes from ``places`` together were not the expert's."""

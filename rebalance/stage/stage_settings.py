@@ -13,7 +13,6 @@ MIB = 1 << 20
 # its digest. Decode is bound by that memory. On 4 x H200 the slowest 1 % of steps were 0.2 to 0.4 %
 # longer at this budget, and 1.05 % at 20 GB/s (benchmarks/reports/2026-11-20-migrate.md).
 SERVING_BYTES_PER_SECOND = 6e9
-NETWORK_BYTES_PER_SECOND = 1.25e9  # a tenth of 100 Gbit/s, as between hosts: 35 ms for 44 MB
 BURST_CHUNKS = 2  # the host wakes late: so much may be made up for at once
 
 
@@ -37,7 +36,6 @@ class StageSettings:
 
     peer: LinkBudget = LinkBudget(64 * MIB)
     host: LinkBudget = LinkBudget(8 * MIB)
-    network: LinkBudget = LinkBudget(8 * MIB, NETWORK_BYTES_PER_SECOND)  # ranks that are asked
     in_flight: int = 8  # chunks of a kind of link that are ordered and have not landed
     preload_records: int = 8  # asked of the host at a time
     preload_deadline_s: float = 120.0
@@ -50,7 +48,6 @@ class StageSettings:
         return StageSettings(
             peer=LinkBudget(8 * MIB, bytes_per_second),
             host=LinkBudget(2 * MIB, bytes_per_second),
-            network=LinkBudget(2 * MIB, NETWORK_BYTES_PER_SECOND),
         )
 
 
@@ -70,12 +67,6 @@ class StageBudgets:
             at_most=10**15,
         ),
     ] = None
-    network_bytes_per_second: Annotated[
-        float | None,
-        Setting(
-            "budget of reads from ranks of other hosts; 0: 1.25e9", unit="bytes/s", at_most=10**15
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -86,6 +77,4 @@ class StageBudgets:
         if (local := self.local_bytes_per_second) is not None:
             peer = replace(made.peer, bytes_per_second=local)
             made = replace(made, peer=peer, host=replace(made.host, bytes_per_second=local))
-        if (network := self.network_bytes_per_second) is not None:
-            made = replace(made, network=replace(made.network, bytes_per_second=network))
         return made

@@ -103,9 +103,9 @@ class Stager:
         more = f" and {len(records) - 1} more" if len(records) > 1 else ""
         self._beat.busy(f"preloading layer {layer} expert {expert}{more} into the host")
         deadline_s = self._settings.preload_deadline_s
-        brought = self._sources.host.lease(records, deadline_s=deadline_s, is_wanted=is_wanted)
-        for source, num_bytes in brought.items():
-            self.figures.bytes_by_source[source] += num_bytes
+        self.figures.bytes_by_source["disk"] += self._sources.host.lease(
+            records, deadline_s=deadline_s, is_wanted=is_wanted
+        )
 
     def _reload(self, pull: Pull) -> bool:
         """Have the host reload a record with a wrong digest from disk; once for each pull."""

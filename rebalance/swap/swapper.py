@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +18,11 @@ from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
-from rebalance.protocol.voter import Voter
-from rebalance.rank.parts import RankParts
 from rebalance.stage.share import Share
 from runtime.streams import Completion
+
+if TYPE_CHECKING:
+    from rebalance.rank.rank import Rank
 
 KEPT_PAUSES = 4096  # a rank serves for months
 
@@ -68,17 +70,17 @@ class Swapper:
     """One rank's placement, and the migration that is on its way to change it.
 
     Args:
-        parts: those of the rank's agent.
+        rank: whose slots they are.
         placement: the placement that serves at the start.
         cut: called with (step, placement) before a swap: what was counted is of that placement.
     """
 
     def __init__(
-        self, parts: RankParts, placement: Placement, cut: Callable[[int, Placement], None]
+        self, rank: Rank, placement: Placement, cut: Callable[[int, Placement], None]
     ) -> None:
         self.placement = placement  # a legal mix in mid-migration
-        self._slots, self._shared, self._mover = parts.slots, parts.shared, parts.mover
-        self._orders, self._cut, self._clock = parts.watcher, cut, parts.links.monotonic
+        self._slots, self._shared, self._mover = rank.slots, rank.shared, rank.mover
+        self._orders, self._cut, self._clock = rank.watcher, cut, rank.monotonic
         self.figures = StepFigures()
         self.share: Share | None = None  # of the newest migration that was adopted
         self.last_swap = self._slots.bank.mark()
@@ -186,17 +188,12 @@ class Swapper:
 
 
 class Voting:
-    """One rank's votes, on the step's thread.
+    """One rank's votes, on the step's thread."""
 
-    Args:
-        parts: those of the rank's agent.
-        voter: casts and reads.
-        swapper: does what a verdict orders.
-    """
-
-    def __init__(self, parts: RankParts, voter: Voter, swapper: Swapper) -> None:
-        self._voter, self._swapper = voter, swapper
-        self._shared, self._recorder, self._settings = parts.shared, parts.recorder, parts.settings
+    def __init__(self, rank: Rank) -> None:
+        self._voter, self._swapper = rank.voter, rank.swapper
+        self._shared, self._recorder = rank.shared, rank.recorder
+        self._membership, self._vote_every = rank.group.membership, rank.config.vote_every
         self.wants_halt = False
         self.halt_at: int | None = None  # the step before which all ranks stop
         self.newest_plan_id = NO_PLAN  # that a rank worked on at the latest verdict
@@ -214,7 +211,7 @@ class Voting:
         ballot = phases.ballot(
             state,
             step=step,
-            membership=self._settings.membership,
+            membership=self._membership,
             halt=self.wants_halt,
             next_group=self.next_group,
         )
@@ -240,14 +237,14 @@ class Voting:
         self.newest_plan_id = verdict.newest_plan_id
         if verdict.halt and self.halt_at is None:
             # The next vote boundary: by then every rank has read this verdict, a late one too.
-            self.halt_at = cast.step + self._settings.config.vote_every
+            self.halt_at = cast.step + self._vote_every
         with self._shared.changed:
             before = self._shared.state
             # While no plan is worked on, as no rank that is ready begins one: all leave the group
             # with one placement.
             is_idle = verdict.newest_plan_id == NO_PLAN and before.next_weights is None
             if verdict.next_group and is_idle and self.switch_at is None:
-                self.switch_at = cast.step + self._settings.config.vote_every
+                self.switch_at = cast.step + self._vote_every
             state, order = phases.read_verdict(before, cast, verdict)
             self._shared.state = state
             if order is not None:

@@ -1,9 +1,9 @@
 """Replaces all weights of a rank while it serves: nothing of old ones is swapped in over new ones.
 
-    agent.begin_update(version=7)          # on every rank, between the same two steps
-    for layer, slot, expert in agent.held():  # by the placement that serves, not the first one
+    rank.begin_update(version=7)          # on every rank, between the same two steps
+    for layer, slot, expert in rank.held():  # by the placement that serves, not the first one
         load(layer, expert, into=bank.live(layer, slot))
-    agent.end_update()
+    rank.end_update()
 
 vLLM issue 55228 shows two failures: weights reloaded by the first placement after experts have
 moved, and a staged buffer of old weights written over the new ones. Here the engine reads from
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,48 +26,32 @@ from eplb.errors import RankError
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
-from rebalance.protocol.voter import Voter
-from rebalance.rank.parts import RankParts
 from rebalance.stage.digest_table import agreed_digests, cast_digests
-from rebalance.swap.scrubber import ScrubSchedule
-from rebalance.swap.swapper import Swapper, Voting
 from rebalance.threads.waiting import WAIT_S
+
+if TYPE_CHECKING:
+    from rebalance.rank.rank import Rank
 
 log = logging.getLogger(__name__)
 
 
 class WeightUpdate:
-    """One rank's side of an update, on the step's thread.
+    """One rank's side of an update, on the step's thread."""
 
-    Args:
-        parts: those of the rank's agent.
-        voter: waits for the device.
-        swapper: knows the placement that serves.
-        voting: has a migration under way dropped.
-        scrub_schedule: stopped for the update.
-    """
+    def __init__(self, rank: Rank) -> None:
+        self._voter, self._swapper, self._voting = rank.voter, rank.swapper, rank.voting
+        self._scrub_schedule, self._slots = rank.scrub_schedule, rank.slots
+        self._sources, self._votes, self._clock = rank.sources, rank.group.votes, rank.monotonic
+        self._deadline_s = rank.config.vote_deadline_s  # for the other ranks
+        self._shared, self._beat = rank.shared, rank.watchdog.step
 
-    def __init__(
-        self,
-        parts: RankParts,
-        voter: Voter,
-        swapper: Swapper,
-        voting: Voting,
-        scrub_schedule: ScrubSchedule,
-    ) -> None:
-        self._voter, self._swapper, self._voting = voter, swapper, voting
-        self._scrub_schedule, self._slots, self._links = scrub_schedule, parts.slots, parts.links
-        self._deadline_s = parts.settings.config.vote_deadline_s  # for the other ranks
-        self._shared, self._beat, self._last_step = parts.shared, parts.watchdog.step, parts.steps
-
-    def begin(self, version: int) -> None:
-        """Stop moving experts, on every rank; see RankAgent.begin_update."""
-        for _ in self.begin_steps(version):
+    def begin(self, version: int, step: int) -> None:
+        """Stop moving experts, on every rank, after a step; see Rank.begin_update."""
+        for _ in self.begin_steps(version, step):
             pass
 
-    def begin_steps(self, version: int) -> Iterator[str]:
+    def begin_steps(self, version: int, step: int) -> Iterator[str]:
         """``begin`` in steps: names what the next one may have to wait for."""
-        step = self._last_step()
         plan = self._shared.update(phases.begin_update, version).plan
         self._beat.busy(f"updating the weights to version {version}")
         self._scrub_schedule.stop(self._deadline_s)
@@ -81,7 +66,7 @@ class WeightUpdate:
             yield "vote"
             is_moving = self._verdict(step).newest_plan_id != NO_PLAN
         yield "rest"
-        self._wait_until_idle()
+        self._wait_until_idle(step)
 
     def held(self) -> Iterator[tuple[int, int, int]]:
         """Return (layer, slot of this rank, expert) of every live slot."""
@@ -90,23 +75,23 @@ class WeightUpdate:
             yield layer, slot, int(slots[layer, slot])
 
     def end(self) -> None:
-        """Serve what the engine has loaded; see RankAgent.end_update."""
+        """Serve what the engine has loaded; see Rank.end_update."""
         for _ in self.end_steps():
             pass
 
     def end_steps(self) -> Iterator[str]:
         """``end`` in steps: names what the next one may have to wait for."""
-        links, placement = self._links, self._swapper.placement
+        placement = self._swapper.placement
         shape = placement.num_layers, placement.num_experts
         found = {(layer, e): self._slots.bank.digest(layer, slot) for layer, slot, e in self.held()}
-        vote = cast_digests(found, *shape, links.votes)
+        vote = cast_digests(found, *shape, self._votes)
         yield "digests"
         agreed = agreed_digests(vote, *shape, deadline_s=self._deadline_s)
         self._report_unchanged((self._slots.digests == agreed).all(dim=-1))
         self._slots.digests.copy_(agreed)
         version = self._shared.state.next_weights
         assert version is not None, "an update ends that has begun"
-        links.sources.invalidate(version, deadline_s=self._deadline_s)
+        self._sources.invalidate(version, deadline_s=self._deadline_s)
         self._shared.update(phases.serve_weights)
         self._beat.busy(f"after the update to weights version {version}")
 
@@ -141,9 +126,9 @@ class WeightUpdate:
             )
         return verdict
 
-    def _wait_until_idle(self) -> None:
+    def _wait_until_idle(self, step: int) -> None:
         """Wait until nothing is being copied: the mover drains what it had begun."""
-        shared, deadline = self._shared, Deadline.after(self._deadline_s, self._links.monotonic)
+        shared, deadline = self._shared, Deadline.after(self._deadline_s, self._clock)
         with shared.changed:
             while shared.state.phase is not Phase.IDLE:
                 if deadline.has_passed:
@@ -152,4 +137,4 @@ class WeightUpdate:
                         f"after {self._deadline_s:.0f} s"
                     )
                 shared.changed.wait(min(deadline.left_s, WAIT_S))
-        self._voter.wait_for_device(self._swapper.last_swap, self._last_step())
+        self._voter.wait_for_device(self._swapper.last_swap, step)

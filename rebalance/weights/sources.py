@@ -3,12 +3,11 @@
     place                    source                        bytes come by
     own slot, peer's slot    MappedSlots                   a copy from memory that is mapped here
     host                     HostCacheClient               the same, once the record is leased
-      another host, disk       the host cache brings them into its memory (cache/server.py)
-    other rank               OtherRanks (rank_link.py)     a request over a link
+      disk                     the host cache brings them into its memory (cache/server.py)
 
-Pulls are one-sided: the receiver reads, or requests within a deadline, and the serving side takes
-no part, so a busy or dying source can never block a receiver (two-sided transfers cause hangs
-elsewhere: pytorch issue 174288, sglang issue 7956). ``stage/source_choice.py`` chooses the place.
+Pulls are one-sided: the receiver reads, and the serving side takes no part, so a busy or dying
+source can never block a receiver (two-sided transfers cause hangs elsewhere: pytorch issue 174288,
+sglang issue 7956). ``stage/source_choice.py`` chooses the place.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class Link(Enum):
 
     PEER = "peer"
     HOST = "host"
-    NETWORK = "network"  # from ranks that are asked
 
 
 @dataclass(frozen=True, order=True)
@@ -49,24 +47,20 @@ class Place:
     source: Source  # SAME_RANK, PEER or HOST
     rank: int = NO_RANK
     slot: int = -1  # number among the slots of that rank, from 0 on
-    is_far: bool = False  # PEER whose memory is not mapped here: asked over the network
 
     def __str__(self) -> str:
         if self == HOST:
             return "the host"
-        way = " over the network" if self.is_far else ""
-        return f"slot {self.slot} of rank {self.rank}{way}"
+        return f"slot {self.slot} of rank {self.rank}"
 
     @property
     def name(self) -> str:
         """Label of this place in metrics."""
-        return "other_rank" if self.is_far else self.source.name.lower()
+        return self.source.name.lower()
 
     @property
     def link(self) -> Link:
         """The link that its bytes come over."""
-        if self.is_far:
-            return Link.NETWORK
         return Link.HOST if self == HOST else Link.PEER
 
 
@@ -74,7 +68,7 @@ HOST = Place(Source.HOST)
 
 
 class WeightSource(Protocol):
-    """One kind of source. Called from the mover's thread only, except for ``close``."""
+    """One kind of source. Called from the mover's thread only."""
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -85,8 +79,6 @@ class WeightSource(Protocol):
 
     def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
         """Order the copy of a record's bytes ``offset`` .. ``offset + len(into)`` into ``into``.
-
-        From another host it blocks while the bytes arrive, up to a deadline.
 
         Returns:
             Completion of the copy; on a CPU it is complete on return.
@@ -101,9 +93,6 @@ class WeightSource(Protocol):
         Raises:
             MigrationError: the source disconnected or timed out.
         """
-
-    def close(self) -> None:
-        """Cancel what is under way; nothing is pulled any more."""
 
 
 class MappedSlots:
@@ -156,9 +145,6 @@ class MappedSlots:
     def invalidate(self, version: int, *, deadline_s: float) -> None:
         """Nothing to do: slots hold what serves."""
 
-    def close(self) -> None:
-        """Nothing to do: peers' memory stays mapped."""
-
 
 def ranks_beside(rank: int, topology: Topology) -> list[int]:
     """The other live ranks of a rank's host."""
@@ -191,21 +177,17 @@ def map_peers(
 
 
 class WeightSources:
-    """All sources of one rank. Called from the mover's thread only, except for ``close``.
+    """All sources of one rank. Called from the mover's thread only.
 
     Args:
         slots: slots that are mapped here; None: those of an engine, which moves them itself.
         host: the memory of this host.
-        others: ranks that are asked over the network, last of all; None: there are none.
     """
 
-    def __init__(
-        self, slots: WeightSource | None, host: HostCacheClient, others: WeightSource | None = None
-    ) -> None:
-        self.slots, self.host, self._others = slots, host, others
+    def __init__(self, slots: WeightSource | None, host: HostCacheClient) -> None:
+        self.slots, self.host = slots, host
         self.readable = slots.ranks if slots else frozenset[int]()
-        self.reachable = others.ranks - self.readable if others else frozenset[int]()
-        self._all = [source for source in (slots, host, others) if source is not None]
+        self._all = [source for source in (slots, host) if source is not None]
 
     def begin(self, device: torch.device) -> None:
         """Bind the mover's thread to the rank's device and to a stream of its own, for digests.
@@ -224,16 +206,13 @@ class WeightSources:
         """Order the copy of a part of a record from a place. See ``WeightSource.pull``."""
         if place == HOST:
             return self.host.pull(record, place, offset, into)
-        way, in_reach = ("asked", self.reachable) if place.is_far else ("read", self.readable)
-        if place.rank not in in_reach:
+        if self.slots is None or place.rank not in self.readable:
             layer, expert = record
             raise MigrationError(
-                f"layer {layer} expert {expert}: rank {place.rank} cannot be {way} by this rank, "
-                f"expected one of {sorted(in_reach)}"
+                f"layer {layer} expert {expert}: rank {place.rank} cannot be read by this rank, "
+                f"expected one of {sorted(self.readable)}"
             )
-        source = self._others if place.is_far else self.slots
-        assert source is not None, "a rank in reach has a source"
-        return source.pull(record, place, offset, into)
+        return self.slots.pull(record, place, offset, into)
 
     def invalidate(self, version: int, *, deadline_s: float) -> None:
         """Use no bytes of weights older than ``version``; called while nothing moves.
@@ -243,8 +222,3 @@ class WeightSources:
         """
         for source in self._all:
             source.invalidate(version, deadline_s=deadline_s)
-
-    def close(self) -> None:
-        """Close connections to other ranks, but not the client of the host cache."""
-        if self._others is not None:
-            self._others.close()

@@ -19,13 +19,7 @@ from eplb.errors import ConfigError, MigrationError
 from eplb.migration.build import Source
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient
-from rebalance.weights.sources import (
-    HOST,
-    MappedSlots,
-    Place,
-    WeightSource,
-    WeightSources,
-)
+from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources
 from runtime.experts import ExpertBank, PeerBank
 from runtime.group import first_refusal
 from runtime.memory import digest
@@ -67,7 +61,6 @@ def checked_sources(
     rank: int,
     bank: ExpertBank,
     host: HostCacheClient,
-    others: WeightSource | None,
     *,
     open_peers: Callable[[], Mapping[int, PeerBank]],
     known: KnownRecords,
@@ -79,7 +72,6 @@ def checked_sources(
         rank: this one.
         bank: its own slots.
         host: the memory of its host.
-        others: ranks that can be asked over the network; not checked, because none listens yet.
         open_peers: maps the slots of the peers on this rank's host.
         known: what the live slots of all ranks hold now.
         group: every rank, at start-up.
@@ -91,7 +83,7 @@ def checked_sources(
         MigrationError: some rank reads wrong bytes from its own slots or the host cache of its
             host.
     """
-    without_peers = WeightSources(MappedSlots(rank, bank), host, others)
+    without_peers = WeightSources(MappedSlots(rank, bank), host)
     wrong = first_refusal(_wrong_with(without_peers, rank, bank, known), group)
     if wrong:
         raise MigrationError(
@@ -99,14 +91,13 @@ def checked_sources(
         )
     made: WeightSources | None = None
     try:
-        made = WeightSources(MappedSlots(rank, bank, open_peers()), host, others)
+        made = WeightSources(MappedSlots(rank, bank, open_peers()), host)
         wrong = _wrong_with(made, rank, bank, known)
     except (ConfigError, MigrationError) as exc:
         wrong = str(exc)
     wrong = first_refusal(wrong, group)
     if made is None or wrong:
-        far = "" if others is None else " and from other ranks over the network"
-        return without_peers, f"weights are read from the host{far}, not from peers: {wrong}"
+        return without_peers, f"weights are read from the host, not from peers: {wrong}"
     passed = f"peers' slots and the host cache passed the start-up check on {group.size()} ranks"
     return made, passed
 

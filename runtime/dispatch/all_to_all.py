@@ -42,7 +42,7 @@ class Dispatcher(Protocol):
 
     One that can overlap its transfers with computation is an ``OverlappedDispatcher`` besides. One
     that waits on the host for torch's exchanges waits by a function that the engine may give it
-    (``RankAgent.wait_for_exchange``), so that a dead peer ends the wait.
+    (``Rank.wait_for_exchange``), so that a dead peer ends the wait.
     """
 
     def dispatch(

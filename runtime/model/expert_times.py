@@ -1,6 +1,6 @@
 """Measures how long a rank's experts take by their rows, before it serves.
 
-    built.agent.expert_times = measure_experts(experts, built.bank, hidden)
+    rank.expert_times = measure_experts(experts, rank.bank, hidden)
 
 The curve is that of the implementation, the shapes, the precision and the device that serve. Layers
 take turns, so that no launch finds its weights in a cache where a step would not.

@@ -1,8 +1,8 @@
 """A model of the ``transformers`` library whose experts are served from a rank's bank.
 
     schema = library_schema(model, checkpoint)      # a record is what the library's code reads
-    built = build_rank(..., checkpoint.model_shape(), schema, ...)
-    prove_experts(model, built.bank, built.agent.held())
+    rank = build_rank(..., checkpoint.model_shape(), schema, ...)
+    prove_experts(model, rank.bank, rank.held())
     serve_experts(model, built.bank, built.table, dispatcher, rank=rank)
 
 The rest of the model is not touched: its router chooses, its shared experts are added. The

@@ -24,11 +24,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 pytest.importorskip("zstandard", reason="the store packs samples with it")
 
-from benchmarks.migration.big_rank import emulated_migration, wire_emulated
+from benchmarks.migration.big_rank import emulated_migration, emulated_slots
 from benchmarks.simulator.local_dispatch import LocalDispatcher
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.weights.sources import MappedSlots, WeightSources
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import SlotCounter
@@ -73,7 +73,7 @@ class OneGpu:
 
     bank: ExpertBank
     digests: torch.Tensor
-    agent: RankAgent
+    agent: Rank
     stack: MoEStack
     store: QuickStore
     device: torch.device
@@ -110,15 +110,14 @@ def build(path: Path, precision: str, dispatcher: str) -> OneGpu:
     store = QuickStore("test")
     store.commit(start, expected=None, reason="start")
     sources = WeightSources(MappedSlots(0, bank), LocalHost({}))
-    agent = wire_emulated(
-        AgentSettings(RankConfig("test", 4, 1), "run", OWN),
-        Links(LocalVotes(1).member(0), sources, store, Sink(store)),
-        group=GROUP,
-        rank=0,
-        bank=bank,
-        digests=digests,
-        placement=start,
+    agent = Rank(
+        RankConfig("test", 4, 1),
+        emulated_slots(0, OWN, bank, digests, start, emulated=GROUP),
+        SlotCounter(start.num_layers, bank.num_slots, device),
+        store,
+        Sink(store),
     )
+    agent.enter(Group(0, "run", OWN, LocalVotes(1).member(0)), start, sources)
     group = dist.group.WORLD
     assert group is not None
     sends: Dispatcher = LocalDispatcher(GROUP.num_slots, agent.counter)
@@ -172,7 +171,7 @@ def serve(rank: int, num_ranks: int, path: Path, precision: str, dispatcher: str
     served.migrations, served.experts_moved = agent.figures.rebalances, agent.figures.experts_moved
     served.wrong_slots = wrong_slots(made, agent)
     served.strays = int(made.agent.table.strays)
-    agent.close()
+    agent.leave()
     return served
 
 
@@ -185,7 +184,7 @@ def is_mixed(serving: Placement) -> bool:
     return any(first) and not all(first)
 
 
-def wrong_slots(made: OneGpu, agent: RankAgent) -> int:
+def wrong_slots(made: OneGpu, agent: Rank) -> int:
     torch.cuda.synchronize()
     return sum(
         made.bank.digest(layer, slot) != tuple(made.digests[layer, expert].tolist())

@@ -6,7 +6,6 @@ Here and not in a folder ``build``: pytest does not look into folders of that na
 from __future__ import annotations
 
 import os
-import socket
 import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
@@ -26,17 +24,17 @@ from eplb.decision.expert_times import POINTS
 from eplb.errors import ConfigError, RankError, StoreError
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.assembly.controller import build_controller
-from rebalance.assembly.experts import RankPlace, torch_failures
-from rebalance.assembly.group import RankGroups, join_votes
+from rebalance.assembly.experts import torch_failures
+from rebalance.assembly.group import join_votes
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.assembly.rank import build_rank
 from rebalance.controller.loop import ControllerSettings
 from rebalance.protocol.gloo_votes import GlooVotes
+from rebalance.rank.group import Group
 from rebalance.rank.watcher import POLL_S
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.cache_settings import HostCacheSettings
-from rebalance.weights.link.link_settings import HostLinkSettings, RankLinkSettings
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
 from telemetry import open_store
@@ -44,6 +42,7 @@ from telemetry.load.reporter import Tempo
 from telemetry.state.store import StateStore
 from tests.support.launch import launch
 from tests.support.limits import NEVER_S
+from tests.support.local_group import LocalVotes
 from tests.support.models.engine_rank import EngineSetup, serve
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import begin_run
@@ -52,11 +51,6 @@ SECRET = bytes(range(16))
 RunRanks = Callable[[int, Callable[[int], Any]], list[Any]]
 START = Placement(np.tile([0, 1, 2, 3, 4, 5, 6, 7, 0, 1], (2, 1)), num_experts=8)
 TARGET = Placement(np.tile([0, 1, 5, 3, 4, 2, 6, 7, 0, 1], (2, 1)), num_experts=8)
-
-
-def free_address(host: str) -> tuple[str, int]:
-    with closing(socket.create_server((host, 0))) as taken:
-        return host, taken.getsockname()[1]
 
 
 def config_of(**given: Any) -> RankConfig:
@@ -81,18 +75,10 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
     topology = Topology.uniform(num_hosts, 2 // num_hosts, slots_per_rank=5)
     url, run = f"sqlite:{tmp_path / 'store.sqlite'}", f"run-{os.getpid()}-{num_hosts}"
     caches = tuple(HostCacheAddress(f"{run}-{host}", os.urandom(16)) for host in range(num_hosts))
-    rank_links, settings = None, HostCacheSettings()
-    if num_hosts == 2:
-        hosts = ("127.0.0.2", "127.0.0.3")
-        rank_links = RankLinkSettings(tuple(map(free_address, hosts)), secret=SECRET)
-        settings = HostCacheSettings(
-            links=HostLinkSettings(tuple(map(free_address, hosts)), secret=SECRET)
-        )
     config = config_of(
         network=NetworkConfig(interface="lo", join_deadline_s=NEVER_S),
         vote_deadline_s=NEVER_S,
         plan_deadline_s=NEVER_S,
-        rank_links=rank_links,
         reporting=ReportingConfig(spool_dir=tmp_path / "spool", tempo=Tempo(0.0, 0.15)),
         journal_dir=tmp_path / "journal",
     )
@@ -112,9 +98,9 @@ def test_rank_embedded_in_an_engine_migrates_without_loading_api(
         store = stack.enter_context(closing(open_store(url, "test")))
         store.commit(START, expected=None, reason="start")
         begin_run(store, run, model=small_model, topology=topology)
-        for host, address in enumerate(caches):
+        for address in caches:
             made = build_host_cache(
-                settings, address, small_model, small_schema, small_checkpoint.path, host=host
+                HostCacheSettings(), address, small_model, small_schema, small_checkpoint.path
             )
             stack.enter_context(closing(made))
         found = launch(serve, 2, setup, deadline_s=NEVER_S)
@@ -149,6 +135,7 @@ journal_dir = "/var/lib/eplb/journal"
 
 [network]
 interface = "eth0"
+hosts = ["10.0.0.1", "10.0.0.2"]
 join_deadline_s = 90
 
 [stage]
@@ -158,9 +145,6 @@ peer = { chunk_bytes = 1048576, bytes_per_second = 6e9 }
 [reporting]
 tempo = { store_interval = 0.5 }
 
-[rank_links]
-addresses = [["10.0.0.1", 7000], ["10.0.0.2", 7000]]
-secret = "sixteen bytes ok"
 """
 
 
@@ -168,7 +152,7 @@ def test_rank_config_is_filled_from_toml_field_by_field() -> None:
     config = TypeAdapter(RankConfig).validate_python(tomllib.loads(CONFIG))
 
     assert (config.deployment, config.sample_steps, config.staging_experts) == ("west", 16, 8)
-    assert config.network == NetworkConfig("eth0", join_deadline_s=90.0)
+    assert config.network == NetworkConfig("eth0", ("10.0.0.1", "10.0.0.2"), join_deadline_s=90.0)
     assert config.stage_on("cpu").in_flight == 4
     assert config.reporting.tempo == Tempo(store_interval=0.5)
     assert config.journal_dir == Path("/var/lib/eplb/journal")
@@ -220,18 +204,11 @@ def refusal(
     store: StateStore,
 ) -> str:
     """Why the one rank of a group cannot be built."""
-    group = dist.group.WORLD
-    assert group is not None
-    place = RankPlace(
-        0,
-        "run",
-        Topology.uniform(1, 1, slots_per_rank=10),
-        RankGroups(group, group),
-        torch.device("cpu"),
-        HostCacheAddress("nobody", SECRET),
-    )
+    topology = Topology.uniform(1, 1, slots_per_rank=10)
+    group = Group(0, "run", topology, LocalVotes(1).member(0), control=dist.group.WORLD)
+    nobody = HostCacheAddress("nobody", SECRET)
     try:
-        build_rank(config_of(), place, model, experts, store)
+        build_rank(config_of(), group, nobody, model, experts, store)
     except (ConfigError, StoreError) as exc:
         return f"{type(exc).__name__}: {exc}"
     return "built"
@@ -269,19 +246,15 @@ def test_death_of_a_peer_while_experts_are_prepared_is_named(
     """Each rank has filled its slots; rank 1 leaves the build when the agreement begins."""
 
     def build(rank: int) -> str:
-        group = dist.group.WORLD
-        assert group is not None
-        topology = Topology.uniform(1, 2, slots_per_rank=5)
-        cache = HostCacheAddress("nobody", SECRET)
-        place = RankPlace(
-            rank, "run-7", topology, RankGroups(group, group), torch.device("cpu"), cache
-        )
-        votes = GlooVotes(group)
+        world = dist.group.WORLD
+        assert world is not None
+        votes = GlooVotes(world)
+        group = Group(rank, "run-7", Topology.uniform(1, 2, slots_per_rank=5), votes)
         if rank == 1:
             votes.close(is_failure=True)
             return "left"
         try:
-            with torch_failures(place, "its first experts", votes):
+            with torch_failures(group, "its first experts"):
                 raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")  # as gloo's
         except RankError as exc:
             return str(exc)
@@ -295,19 +268,7 @@ def test_death_of_a_peer_while_experts_are_prepared_is_named(
 
 def test_votes_without_an_engines_group_are_refused() -> None:
     with pytest.raises(RankError, match="no default process group"):
-        join_votes(NetworkConfig())
-
-
-def test_host_outside_the_list_of_hosts_gets_no_cache(
-    small_model: ModelShape, small_schema: ExpertSchema
-) -> None:
-    links = HostLinkSettings((("127.0.0.1", 7000),), secret=SECRET)
-    address = HostCacheAddress(f"test-{os.getpid()}-outside", os.urandom(16))
-
-    with pytest.raises(ConfigError, match=r"host 1 .*0\.\.0"):
-        build_host_cache(
-            HostCacheSettings(links=links), address, small_model, small_schema, None, host=1
-        )
+        join_votes(config_of(), Topology.uniform(1, 1, slots_per_rank=10))
 
 
 def test_controller_built_over_a_stores_url_takes_the_lease(

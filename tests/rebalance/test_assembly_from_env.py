@@ -35,7 +35,6 @@ from rebalance.assembly.meeting import Attendance, meet
 from rebalance.assembly.places import JOINS_VARIABLE, claim_place, holder_of
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
-from rebalance.weights.link.link_settings import RankLinkSettings
 from runtime.experts import ExpertSchema
 from tests.support.deployments import CommandProcess, clean_environ
 from tests.support.limits import NEVER_S
@@ -249,9 +248,6 @@ def described(**changes: Any) -> DeploymentDescription:
         staging_experts=2,
         stage=StageSettings(),
         network=NetworkConfig("lo", ("10.0.0.1", "10.0.0.2")),
-        rank_links=RankLinkSettings(
-            (("10.0.0.1", 7000), ("10.0.0.2", 7000)), secret=bytes(range(16))
-        ),
         reporting=ReportingConfig(spool_dir=Path("spool")),
         journal_dir=Path("journal"),
     )
@@ -264,7 +260,7 @@ def described(**changes: Any) -> DeploymentDescription:
         device="cpu",
         hosts=("10.0.0.1", "10.0.0.2"),
         host_caches=tuple(HostCacheAddress(f"west-{host}", bytes(16)) for host in range(2)),
-        join_key=b"join",
+        join_key=bytes(range(16)),
         window_steps=8,
         checkpoint=Path("weights"),
     )
@@ -289,7 +285,7 @@ def test_description_is_read_as_it_was_written(file: Path) -> None:
 def test_description_shows_no_secret_and_its_summary_names_what_differs() -> None:
     one, other = described(), described(window_steps=16)
 
-    assert not any(word in repr(one) for word in ("pass", "join_key", "000102"))
+    assert not any(word in repr(one) for word in ("pass", "join_key", r"\x00\x01\x02"))
     assert {name for name in one.summary() if one.summary()[name] != other.summary()[name]} == {
         "window_steps"
     }

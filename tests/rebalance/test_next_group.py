@@ -21,7 +21,7 @@ from eplb.core.topology import Topology
 from eplb.errors import RankError, StoreError
 from eplb.migration.serialisation import topology_to_dict
 from rebalance.assembly import next_group
-from rebalance.assembly.experts import RankPlace
+from rebalance.assembly.config import NetworkConfig, RankConfig
 from rebalance.assembly.meeting import Attendance
 from rebalance.assembly.next_group import (
     Formed,
@@ -31,9 +31,9 @@ from rebalance.assembly.next_group import (
     form,
     next_members,
 )
-from rebalance.assembly.rank import BuiltRank
-from rebalance.assembly.survivors import Stages, agreed
-from rebalance.recovery import NewGroups, StoreRendezvous, let_go, rejoin
+from rebalance.assembly.survivors import Stages, agree_on_start
+from rebalance.rank.group import Group
+from rebalance.recovery import StoreRendezvous, let_go, rejoin
 from runtime.experts import ExpertSchema
 from runtime.group import gathered
 from telemetry.state.groups import GroupProposal, Joiner
@@ -103,6 +103,24 @@ SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
 TWO_OF_THREE = (True, True, False)
 
 
+def attend_as_rank_0(ranks: Sequence[int]) -> Attendance:
+    return Attendance(0, ranks, "host", b"", {})
+
+
+def is_called_off() -> None:
+    """Nothing calls it off."""
+
+
+CONFIG = RankConfig("test", 4, 1, network=NetworkConfig(hosts=("127.0.0.1",) * 3))
+
+
+def rejoined(name: str, store: StateStore, rank: int, members: Sequence[int], number: int) -> Group:
+    """The next group of a rank that was alone."""
+    before = Group(rank, "run", Topology.uniform(1, 3, 2), LocalVotes(3).member(rank))
+    rendezvous = StoreRendezvous(store, number, is_called_off, NEVER_S)
+    return rejoin(name, before, members, rendezvous, run="run", config=CONFIG)
+
+
 class LowestMember:
     """Rank 0 of two that serve, which looks for a third one; seconds pass as the test says."""
 
@@ -115,22 +133,8 @@ class LowestMember:
         self.store.commit(start, expected=None, reason="start")
         group.add_all(SCHEMA, records_of(SCHEMA, 1, 2), num_staging=1)
         self.store.begin_run(RunInfo("run", 0.0, {}, topology_to_dict(topology), 1))
-        agent = group.agents[0]
-        nothing: Any = None
-        place = RankPlace(0, "run", topology, nothing, torch.device("cpu"), nothing)
-        built = BuiltRank(
-            agent,
-            group.banks[0],
-            agent.table,
-            agent.counter,
-            self.store,
-            nothing,
-            nothing,
-            agent.parts.settings.config,
-            place,
-            nothing,
-        )
-        self.part = NextGroup(built, place, lambda ranks: Attendance(0, ranks, "host", b"", {}))
+        self.rank = group.agents[0]
+        self.part = NextGroup(self.rank, attend_as_rank_0)
 
     def look(self) -> GroupProposal | None:
         """Look once, and fail at once at what is proposed; a second passes."""
@@ -209,9 +213,9 @@ class Interrupted(MemoryStore):
 def test_groups_that_are_taken_during_a_look_are_not_given_up_by_it(is_taken: bool) -> None:
     store, votes, nothing = Interrupted("test"), LocalVotes(1), Any
     member = LowestMember(store)
-    groups = NewGroups(nothing, nothing, votes.member(0), (0,))  # type: ignore[arg-type]
+    group = Group(0, "run", Topology.uniform(1, 1, 2), votes.member(0))
     proposal = GroupProposal(0, "run", (0,), {}, "its operation was cancelled", id=1)
-    member.part._formed = formed = Formed(proposal, groups, nothing, nothing)  # type: ignore[arg-type]
+    member.part._formed = formed = Formed(proposal, group, nothing, nothing)  # type: ignore[arg-type]
     member.part.look()
     taken: list[Formed | None] = []
     if is_taken:
@@ -240,13 +244,18 @@ def run_in(process: Callable[[Any, int, Path], None], ranks: Sequence[int], path
 def agree_twice(told: Any, rank: int, path: Path) -> None:
     """Agree with weights of other versions, and then of one."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    rendezvous = StoreRendezvous(sqlite_store(path, "test"), 1, lambda: None, NEVER_S)
-    groups = rejoin("test", (0, 1), rendezvous, rank, host="127.0.0.1", deadline_s=NEVER_S)
+    member = LowestMember().rank
+    group = rejoined("test", sqlite_store(path, "test"), rank, (0, 1), 1)
+
+    def agree_with(version: int, steps: int) -> int:
+        member.shared.update(lambda state: replace(state, weights_version=version))
+        member.passes.steps = steps  # type: ignore[union-attr]
+        return agree_on_start(member, group, "hash", "")
+
     try:
-        agreed(rank, groups, "hash", "", 7, rank + 3)
+        agree_with(rank + 3, 7)
     except RankError as exc:
-        step = agreed(rank, groups, "hash", "", 7 + rank, 3)
-        told.put(f"{exc}; then at step {step}")
+        told.put(f"{exc}; then at step {agree_with(3, 7 + rank)}")
 
 
 @pytest.mark.system
@@ -263,9 +272,7 @@ def fail_at_the_commit(told: Any, rank: int, path: Path) -> None:
     """Serve alone in the next group, in a store that fails when that is to be written."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     member = LowestMember(sqlite_store(path, "test"))
-    built, place = member.part._built, member.part._place
-    rendezvous = StoreRendezvous(member.store, 1, lambda: None, NEVER_S)
-    groups = rejoin("test", (rank,), rendezvous, rank, host="127.0.0.1", deadline_s=NEVER_S)
+    group = rejoined("test", member.store, rank, (rank,), 1)
     proposal, nothing = GroupProposal(0, "run", (rank,), {}, "rank 1 leaves", id=1), Any
     ends: list[bool] = []
 
@@ -275,7 +282,7 @@ def fail_at_the_commit(told: Any, rank: int, path: Path) -> None:
 
     member.store.close()
     try:
-        change_group(built, place, Noticed(proposal, groups, nothing, nothing), 0, Stages())  # type: ignore[arg-type]
+        change_group(member.rank, Noticed(proposal, group, nothing, nothing), Stages())  # type: ignore[arg-type]
     except StoreError as exc:
         told.put(f"closed: {ends}, {type(exc).__name__}")
 
@@ -305,10 +312,9 @@ def test_joiner_ends_where_a_controller_leads_and_no_rank_serves(
     monkeypatch.setattr(next_group, "UNSERVED_S", 0.0)
     member = LowestMember(Unchanging("test"))
     assert member.store.acquire_lease("controller", NEVER_S) is not None
-    part, place = member.part, replace(member.part._place, rank=2, joins=True)
 
-    with pytest.raises(RankError, match="rank 2 cannot join: found no rank that serves"):
-        be_admitted(part._built, place, part._attend, Stages())
+    with pytest.raises(RankError, match="rank 0 cannot join: found no rank that serves"):
+        be_admitted(member.rank, attend_as_rank_0, Stages())
 
 
 # -- a member that hangs
@@ -318,10 +324,10 @@ def hang_once_the_groups_are_formed(path: Path, proposal: GroupProposal, seen: A
     """Be rank 2, which forms the groups of a proposal and then does nothing more."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = sqlite_store(path, "test")
-    rendezvous = StoreRendezvous(store, proposal.membership, lambda: None, NEVER_S)
-    groups = rejoin(f"proposal-{proposal.id}", proposal.members, rendezvous, 2, deadline_s=NEVER_S)
+    name = f"proposal-{proposal.id}"
+    group = rejoined(name, store, 2, proposal.members, proposal.membership)
     seen.wait(NEVER_S)
-    groups.votes.close()
+    group.votes.close()
     os._exit(0)
 
 
@@ -345,7 +351,7 @@ def test_member_that_hangs_is_waited_for_until_the_proposal_is_void(
             raise RankError("proposal 1 is void")
 
     with pytest.raises(RankError, match="proposal 1 is void"):
-        form(member.part._built, member.part._place, attend, proposal, check, None)
+        form(member.rank, attend, proposal, check)
 
     seen.set()
     other.join(NEVER_S)
@@ -375,14 +381,15 @@ class Used:
 
 def form_and_let_go(store: StateStore, rank: int, number: int, *, waits: bool) -> None:
     """Form groups with the other rank and let them go; rank 0 in an exchange that rank 1 lacks."""
-    rendezvous = StoreRendezvous(store, number, lambda: None, NEVER_S)
-    groups = rejoin("test", (0, 1), rendezvous, rank, deadline_s=NEVER_S)
+    group = rejoined("test", store, rank, (0, 1), number)
+    assert group.tokens is not None
+    assert group.control is not None
     if waits and rank == 0:
-        groups.tokens.allreduce([torch.ones(1)])
-    gathered("the exchange has begun", groups.control)
-    groups.votes.close()
-    held: list[object] = [groups]
-    del groups
+        group.tokens.allreduce([torch.ones(1)])
+    gathered("the exchange has begun", group.control)
+    group.votes.close()
+    held: list[object] = [group]
+    del group
     let_go(held)
 
 

@@ -15,11 +15,12 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
 from eplb.migration.survivors import Refill
 from rebalance.assembly.survivors import CACHE_DEADLINE_S, refill
+from rebalance.rank.rank import Rank
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheEnded
+from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertSchema
 from tests.support.agent_group import AgentGroup, held_in, records_of
-from tests.support.limits import NEVER_S
 from tests.support.local_group import LocalHost
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -58,21 +59,26 @@ def group() -> AgentGroup:
     return made
 
 
+def with_host(group: AgentGroup, host: LocalHost) -> Rank:
+    """Rank 0, whose host has another cache."""
+    rank = group.agents[0]
+    rank.sources = WeightSources(rank.sources.slots, host)
+    return rank
+
+
 def test_closed_agent_is_freed_with_what_it_maps_without_a_collection(group: AgentGroup) -> None:
     group.begin()
     group.close()
 
     agent = group.agents.pop()
-    found = [weakref.ref(agent), weakref.ref(agent.mover), weakref.ref(agent.parts)]
+    found = [weakref.ref(agent), weakref.ref(agent.mover), weakref.ref(agent.swapper)]
     del agent
 
     assert [one() for one in found] == [None, None, None]
 
 
 def test_refill_waits_for_a_host_cache_that_is_started_again(group: AgentGroup) -> None:
-    slots = group.agents[0].parts.slots
-
-    refill(slots, RestartingHost(RECORDS, 2), [Refill(0, 1, 3)], NEVER_S, lambda: None)
+    refill(with_host(group, RestartingHost(RECORDS, 2)), [Refill(0, 1, 3)], lambda: None)
 
     assert held_in(group.banks[0], 4) == [[0, 3]]
 
@@ -84,9 +90,7 @@ def test_refill_ends_where_another_survivor_dies_while_the_host_cache_is_gone(
         raise RankError("rank 1 died")
 
     with pytest.raises(RankError, match="rank 1 died"):
-        refill(
-            group.agents[0].parts.slots, RestartingHost(RECORDS, 9), [Refill(0, 1, 3)], 1.0, check
-        )
+        refill(with_host(group, RestartingHost(RECORDS, 9)), [Refill(0, 1, 3)], check)
 
 
 def test_refill_names_how_long_it_has_waited_for_a_host_cache_that_stays_away(
@@ -95,20 +99,14 @@ def test_refill_names_how_long_it_has_waited_for_a_host_cache_that_stays_away(
     monkeypatch.setattr("rebalance.assembly.survivors.CACHE_DEADLINE_S", 0.0)
 
     with pytest.raises(MigrationError, match="the host cache disconnected, for 0 s"):
-        refill(
-            group.agents[0].parts.slots,
-            RestartingHost(RECORDS, 9),
-            [Refill(0, 1, 3)],
-            1.0,
-            lambda: None,
-        )
+        refill(with_host(group, RestartingHost(RECORDS, 9)), [Refill(0, 1, 3)], lambda: None)
 
 
 def test_refill_ends_at_the_first_refusal_of_a_host_cache_that_answers(group: AgentGroup) -> None:
     host = RefusingHost(RECORDS)
 
     with pytest.raises(MigrationError, match="layer 0 expert 3 is not on disk"):
-        refill(group.agents[0].parts.slots, host, [Refill(0, 1, 3)], NEVER_S, lambda: None)
+        refill(with_host(group, host), [Refill(0, 1, 3)], lambda: None)
 
     assert host.num_asked == 1
 
@@ -134,12 +132,6 @@ def test_refill_waits_for_each_host_cache_as_long(
     clock = SimpleNamespace(monotonic=lambda: host.now, sleep=lambda _: None)
     monkeypatch.setattr("rebalance.assembly.survivors.time", clock)
 
-    refill(
-        group.agents[0].parts.slots,
-        host,
-        [Refill(0, 0, 2), Refill(0, 1, 3)],
-        NEVER_S,
-        lambda: None,
-    )
+    refill(with_host(group, host), [Refill(0, 0, 2), Refill(0, 1, 3)], lambda: None)
 
     assert held_in(group.banks[0], 4) == [[2, 3]]

@@ -18,12 +18,12 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import StoreError
 from eplb.migration.build import Migration, Pace, build_migration
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import wire_agent
-from rebalance.protocol.journal import JournalSink, NoJournal
+from rebalance.assembly.rank import make_slots
+from rebalance.protocol.journal import JournalSink
 from rebalance.rank import watcher
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.rank.watcher import MOVER, StoreLoss
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import Record, VoteGroup
@@ -138,7 +138,7 @@ class AgentGroup:
         self.start, self.topology = start, topology
         self.store, self.votes = QuickStore("test"), LocalVotes(topology.num_ranks)
         self.store.commit(start, expected=None, reason="start")
-        self.agents: list[RankAgent] = []
+        self.agents: list[Rank] = []
         self.banks: list[ExpertBank] = []
         self.clocks: list[StepClock] = []
         self.time = SkippingClock()  # of all deadlines of the agents
@@ -158,30 +158,34 @@ class AgentGroup:
         votes: VoteGroup | None = None,
         journal: JournalSink | None = None,
         **settings: Any,
-    ) -> RankAgent:
+    ) -> Rank:
         """Make the agent of the next rank; its bank is there already."""
         rank = len(self.agents)
         clock, sink = StepClock(), Sink(self.store)
-        votes, journal = votes or self.votes.member(rank), journal or NoJournal()
-        links = Links(
-            votes,
-            sources,
-            self.store,
-            sink,
-            journal=journal,
-            monotonic=self.time,
-            loss=StoreLoss(self.store, "run") if self.store.current_run() else None,
-        )
         membership = settings.pop("membership", 0)
         given = {"sample_steps": 4, "staging_experts": 1} | FAR_OFF | settings
-        agent = wire_agent(
-            AgentSettings(RankConfig("test", **given), "run", self.topology, membership),
-            links,
-            rank=rank,
-            bank=self.banks[rank],
-            digests=digests,
-            placement=self.start,
-            steps=clock,
+        bank, start = self.banks[rank], self.start
+        agent = Rank(
+            RankConfig("test", **given),
+            make_slots(rank, self.topology, bank, digests, start),
+            SlotCounter(start.num_layers, bank.num_slots, bank.device),
+            self.store,
+            sink,
+            passes=clock,
+            journal=journal,
+            monotonic=self.time,
+        )
+        agent.enter(
+            Group(
+                rank,
+                "run",
+                self.topology,
+                votes or self.votes.member(rank),
+                membership=membership,
+            ),
+            start,
+            sources,
+            loss=StoreLoss(self.store, "run") if self.store.current_run() else None,
         )
         self.agents.append(agent)
         self.clocks.append(clock)
@@ -226,7 +230,7 @@ class AgentGroup:
     def close(self) -> None:
         # At once: each waits for its watcher's turn to end.
         with ThreadPoolExecutor(max(1, len(self.agents))) as pool:
-            list(pool.map(RankAgent.close, self.agents))
+            list(pool.map(Rank.leave, self.agents))
         self._patch.undo()
 
     def step(self, ranks: Sequence[int] | None = None) -> list[bool]:

@@ -49,8 +49,6 @@ SMALL_DEMO = {
     "plan_deadline_s": NEVER_S,
     "migration_deadline_s": NEVER_S,
     "lease_ttl_s": NEVER_S,  # of a holder on this host, its end is seen at once
-    "transport.silence_s": NEVER_S,
-    "host_link.silence_s": NEVER_S,
 }
 OPTIONS = {"seconds": 2, "tokens_per_rank": 64, "view": "plain"}  # of the command, not settings
 

@@ -39,10 +39,9 @@ BUILDERS: Mapping[str, tuple[str, ...]] = {
     "eplb": (),
     "runtime": (),
     "rebalance": (),
-    "rebalance.assembly.environment": ("build_rank_from_env", "EmbeddedRank"),
-    "rebalance.assembly.rank": ("build_rank", "BuiltRank"),
+    "rebalance.assembly.environment": ("build_rank_from_env",),
+    "rebalance.assembly.rank": ("build_rank",),
     "rebalance.assembly.config": ("RankConfig",),
-    "rebalance.assembly.experts": ("RankPlace",),
     "rebalance.assembly.group": ("join_votes",),
     "rebalance.assembly.controller": ("build_controller",),
     "rebalance.assembly.host_cache": ("build_host_cache",),
@@ -54,26 +53,25 @@ BUILDERS: Mapping[str, tuple[str, ...]] = {
     "telemetry": ("open_store",),
 }
 METHODS = {
-    "BuiltRank": "measure_experts close",
     "Checkpoint": "model_shape schema part router repack check identity",
     "Controller": "run close",
     "CostModel": "with_kernel",
     "Dispatcher": "dispatch combine",
-    "EmbeddedRank": "agent bank table counter all_to_all survive close",
     "ExpertBank": "live weights",
     "ExpertSchema": "swiglu swiglu_fp8 spans views",
     "Experts": "run",
     "MoELayer": "forward",
     "PassCounter": "begin watch",
     "Plan": "explain to_dict",
-    "RankAgent": "start step wait wait_for_exchange held begin_update end_update placement phase "
-    "request_halt pause_staging resume_staging close",
+    "Rank": "enter start step wait wait_for_exchange held begin_update end_update placement phase "
+    "request_halt pause_staging resume_staging measure_experts bank table all_to_all survive leave "
+    "close",
     "RoutingTable": "choose draw",
     "SlotCounter": "add row drain",
     "StageSettings": "while_serving",
     "Topology": "uniform slots_on",
 }
-GIVEN = "Explanation LayerExplanation Links Migration Move Promise RedundancyLevel Transaction"
+GIVEN = "Explanation LayerExplanation Migration Move Promise RedundancyLevel Transaction"
 MOST_SHOWN = 6  # arguments; help() has those of longer lists
 SECTION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -151,6 +151,9 @@ class _LocalMember:
         self._votes.add(self._rank, self._number, list(ballot))
         return _LocalVote(self._votes, self._number)
 
+    def begin_beats(self) -> None:
+        """Nothing to send: no rank is silent here."""
+
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
 

@@ -16,7 +16,7 @@ from rebalance.weights.link.local import holder_of, listen_under, peer_of
 from rebalance.weights.link.secret import Secret
 from rebalance.weights.link.wire import Message, Wire, client_handshake
 
-PROTOCOL = "eplb-host-cache-4"  # in the address too
+PROTOCOL = "eplb-host-cache-5"  # in the address too
 MESSAGE_DEADLINE_S = 10.0  # for the next byte of a started message, and for room to send one
 START_POLL_S = 0.05  # between two connects to a process that does not listen yet
 
@@ -82,7 +82,6 @@ def listener_of_ranks(
         hello=hello,
         serve=serve,
         silence_s=MESSAGE_DEADLINE_S,
-        handshake_s=MESSAGE_DEADLINE_S,
     )
 
 

@@ -35,10 +35,7 @@ class Request:
     records: Sequence[Record]
     ended: Callable[[Request], None]
     weights_version: int = 0
-    is_for_host: bool = False  # another host asks, not a rank: nothing is asked of a third
     num_from_disk: int = 0
-    num_from_hosts: int = 0
-    fetched: set[Record] = field(default_factory=set)  # read for this request, not for an earlier
     added: list[CacheEntry] = field(default_factory=list)  # leases that this request added
     missing: set[Record] = field(default_factory=set)
     found: dict[Record, tuple[Digest, int]] = field(default_factory=dict)  # digest and place
@@ -119,18 +116,6 @@ class HostCache:
                         request, f"{no_room(request, self.table)}, and all holders are waiting"
                     )
 
-    def lease_ready(self, request: Request) -> None:
-        """Lease a request's one record if it is in memory; nothing is loaded for it."""
-        with self._changed:
-            (record,) = request.records
-            entry = self.table.entries.get(record)
-            refusal = refusal_of(request, self.table, self.weights_version)
-            if refusal is None and (entry is None or entry.state is not RecordState.READY):
-                refusal = f"layer {record[0]} expert {record[1]} is not in memory"
-            if entry is not None and refusal is None:
-                self._lease(request, entry)
-            self._end(request, refusal)
-
     def ready(self) -> list[Record]:
         """Name the records that are in memory."""
         with self._changed:
@@ -193,7 +178,7 @@ class HostCache:
                 return
             if held[0].state is RecordState.READY:
                 held[0].state, self._queued[held[0]] = RecordState.QUEUED, None
-            request.num_from_disk, request.fetched = 1, {record}
+            request.num_from_disk = 1
             self._await(request, held[0])
             self._changed.notify_all()
 
@@ -281,9 +266,6 @@ class HostCache:
                 self.table.lease(entry, WRITER)
             for request in self._loading.pop(entry, []):
                 request.missing.discard(entry.record)
-                if source == "other_hosts" and entry.record in request.fetched:
-                    request.num_from_disk -= 1
-                    request.num_from_hosts += 1
                 request.found[entry.record] = digest, entry.index
                 if not request.missing and not request.is_ended:
                     self._end(request, None)
@@ -361,10 +343,8 @@ class HostCache:
             if record not in self.table.entries:
                 entry = self.table.assign(record)
                 self._queued[entry] = None
-                entry.is_for_host = request.is_for_host
                 self._lease(request, entry)
                 request.num_from_disk += 1
-                request.fetched.add(record)
         self.counts["hits"] += len(here)
         self.counts["misses"] += request.num_from_disk
         if not request.missing:
@@ -372,7 +352,6 @@ class HostCache:
 
     def _lease(self, request: Request, entry: CacheEntry) -> None:
         entry.hint = 0
-        entry.is_for_host &= request.is_for_host
         if self.table.lease(entry, request.holder):
             request.added.append(entry)
         if entry.state is RecordState.READY:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from eplb.declared import Setting, check_fields
-from eplb.errors import UnfitSetting
-from rebalance.weights.link.link_settings import HostLinkSettings
 
-Mode = Literal["full", "hot", "ring"]
 # Disks need several requests in flight, and each reader also digests: on a host of 64 cores four
 # readers reached 72 % of the disk's bandwidth.
 NUM_READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
@@ -19,25 +16,14 @@ NUM_READERS = max(4, min(8, (os.cpu_count() or 1) // 2))
 
 @dataclass(frozen=True)
 class HostCacheSettings:
-    """Settings of a host cache.
+    """Settings of a host cache; memory is taken as records are asked for."""
 
-    ``full`` has room for every expert, and takes memory as they are asked for; ``hot`` keeps those
-    used last, ``records`` of them; ``ring`` has ``records`` buffers and no more.
-
-    Raises:
-        ConfigError: a number of records with full, or none with hot or ring.
-    """
-
-    mode: Annotated[
-        Mode,
-        Setting(
-            "records in host memory: all, those used last, or a small ring", short="host_cache_mode"
-        ),
-    ] = "full"
     records: Annotated[
         int,
         Setting(
-            "capacity with hot or ring; 0 with full", unit="records", short="host_cache_records"
+            "records in host memory, those used last; 0: all",
+            unit="records",
+            short="host_cache_records",
         ),
     ] = 0
     record_folder: Annotated[
@@ -50,13 +36,9 @@ class HostCacheSettings:
     record_file: Path | None = None  # None: every record is repacked from the checkpoint
     memory_folder: Path | None = None  # of a tmpfs with a size limit; None: only memory limits
     num_readers: int = NUM_READERS
-    links: HostLinkSettings | None = None  # None: this host and its disk, and no other host
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if (self.mode == "full") != (self.records == 0):
-            expected = "a number of records with hot or ring, and none with full"
-            raise UnfitSetting("records", self.records, expected)
 
     def num_entries(self, num_records: int) -> int:
         """Records of a model that the host cache has room for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,7 +71,6 @@ class HostCacheClient:
         self._num_asked = self._weights_version = 0
         self._sending = threading.Lock()
         self._entry_of: dict[Record, int] = {}  # entries of the leased records
-        self.bytes_from_other_hosts = 0  # brought by loads since the start
         self._registered: set[int] = set()  # entries; their addresses never change
         self._connect(deadline_s, start_deadline_s)
 
@@ -149,21 +148,20 @@ class HostCacheClient:
 
     def lease(
         self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
+    ) -> int:
         """Lease those records that are not leased yet, as ``load``.
 
         Returns:
-            Bytes that were loaded into host memory for it: "disk", "other_host".
+            Bytes that were read from disk into host memory for it.
         """
         missing = [record for record in records if record not in self._entry_of]
         if not missing:
-            return {}
-        before = self.bytes_from_other_hosts
+            return 0
         _, from_disk = self.load(missing, deadline_s=deadline_s, is_wanted=is_wanted)
         if self._is_cuda:
             # Here, not at the first pull: locking 44 MB takes longer than copying it.
             self.prepare_for_gpu(missing)
-        return {"disk": from_disk, "other_host": self.bytes_from_other_hosts - before}
+        return from_disk
 
     def load(
         self,
@@ -197,7 +195,6 @@ class HostCacheClient:
             lambda: self._ask("load", what, patience_s, message, is_wanted)
         )
         self._entry_of |= zip(records, answer["places"], strict=True)
-        self.bytes_from_other_hosts += answer["from_other_hosts"]
         return [(plain, weighted) for plain, weighted in answer["digests"]], answer["from_disk"]
 
     def reload(self, record: Record, *, deadline_s: float, is_wanted: IsWanted = always) -> Digest:

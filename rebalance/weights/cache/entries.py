@@ -31,7 +31,6 @@ class CacheEntry:
     state: RecordState = RecordState.QUEUED
     digest: Digest | None = None
     hint: int = 0  # number of the hint that loaded it; 0 once a rank has requested it
-    is_for_host: bool = False  # only another host has asked for it: it comes from disk
     is_void: bool = False  # older weights, or damaged: never handed out again
     holders: set[int] = field(default_factory=set)
 

@@ -4,10 +4,9 @@ The host cache holds expert records: an expert's tensors in kernel layout, page-
 next phase only copies bytes. Ranks request records over a local socket, receive the index of each
 record's entry, and read the entries directly for as long as they hold a lease.
 
-    rank --> HostCacheSession --> HostCache --> reader threads: other hosts, record file, checkpoint
+    rank --> HostCacheSession --> HostCache --> reader threads: record file, checkpoint
     rank <-- digests, entries ---+                |
     rank reads the arena         WriteBehind <----+  appends repacked records to the record file
-    other host --> LinkServer --> RecordsForHosts --> HostCache, and receives the bytes
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ from rebalance.weights.cache.address import HostCacheAddress, listen, listener_o
 from rebalance.weights.cache.cache import WRITER, HostCache, Request
 from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.entries import CacheEntry
-from rebalance.weights.cache.other_hosts import PROTOCOL as HOSTS_PROTOCOL
-from rebalance.weights.cache.other_hosts import CacheSources, RecordsForHosts
 from rebalance.weights.disk.offered_records import OfferedRecords
 from rebalance.weights.disk.record_file import RecordOrigin
 from rebalance.weights.disk.record_loader import RecordLoader, WriteBehind
 from rebalance.weights.link.listener import ConnectionListener
-from rebalance.weights.link.server import LinkServer
 from rebalance.weights.link.wire import DisconnectedError, Message, Wire
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertSchema
@@ -62,14 +58,12 @@ class HostCacheServer:
     Args:
         address: where ranks find it; None: they come by ``serve_rank``.
         origin: of the records.
-        settings: its size, and other hosts.
+        settings: its size.
         open_disk: opens what it reads, once the address is this host cache's.
 
     Raises:
-        MigrationError: another process listens under this name, or at the address for other hosts;
-            or there is no memory.
+        MigrationError: another process listens under this name, or there is no memory.
         CheckpointError: a weight file is missing, or a record file cannot be made.
-        ConfigError: the settings leave no room for a record, or no source of records.
     """
 
     def __init__(
@@ -77,10 +71,9 @@ class HostCacheServer:
         address: HostCacheAddress | None,
         origin: RecordOrigin,
         settings: HostCacheSettings,
-        open_disk: Callable[[], RecordLoader | OfferedRecords | None],
+        open_disk: Callable[[], RecordLoader | OfferedRecords],
     ) -> None:
         self._num_entries = settings.num_entries(origin.num_records)
-        self._link_server: LinkServer | None = None
         self._is_closed = threading.Event()
         self._readers: list[threading.Thread] = []
         self._listener: ConnectionListener | None = None
@@ -90,32 +83,14 @@ class HostCacheServer:
             num_bytes = self._num_entries * origin.record_bytes
             self.arena = SharedArena("eplb-host-cache", num_bytes, folder=settings.memory_folder)
             undo.callback(self.arena.close)
-            self.cache = cache = HostCache(self._num_entries)
-            disk = open_disk()
-            self._sources = sources = CacheSources(
-                disk, origin, settings, lambda: cache.weights_version
-            )
-            undo.callback(sources.close)
-            links = settings.links
+            self.cache = HostCache(self._num_entries)
+            self._disk = open_disk()
+            undo.callback(self._disk.close)
             self.origin = origin
-            self._for_hosts = RecordsForHosts(cache, origin, self.record_at)
             self.writer = self._new_writer(settings)
             if self.writer is not None:
                 undo.callback(self.writer.close)
             undo.callback(self._end_readers)
-            if links is not None and links.listen is not None:
-                self._link_server = LinkServer(
-                    "host",
-                    links.listen,
-                    HOSTS_PROTOCOL,
-                    links,
-                    lambda: {
-                        "origin": asdict(sources.origin()),
-                        "weights_version": cache.weights_version,
-                    },
-                    self._for_hosts.lend,
-                )
-                undo.callback(self._link_server.close)
             self._start_readers(settings.num_readers)
             if listening is not None and address is not None:
                 self._listener = listener_of_ranks(
@@ -126,21 +101,20 @@ class HostCacheServer:
     @staticmethod
     def of_checkpoint(
         address: HostCacheAddress,
-        checkpoint: Checkpoint | None,
+        checkpoint: Checkpoint,
         model: ModelShape,
         schema: ExpertSchema,
         settings: HostCacheSettings | None = None,
     ) -> HostCacheServer:
-        """A host cache that reads a checkpoint; without one other hosts must have the records."""
+        """A host cache that reads a checkpoint."""
         settings = settings or HostCacheSettings()
-
-        def open_disk() -> RecordLoader | None:
-            if checkpoint is None:
-                return None
-            return RecordLoader(checkpoint, model, schema, settings.record_file)
-
         origin = RecordOrigin.of(checkpoint, model, schema)
-        return HostCacheServer(address, origin, settings, open_disk)
+        return HostCacheServer(
+            address,
+            origin,
+            settings,
+            lambda: RecordLoader(checkpoint, model, schema, settings.record_file),
+        )
 
     @staticmethod
     def of_offers(origin: RecordOrigin, settings: HostCacheSettings) -> HostCacheServer:
@@ -150,15 +124,14 @@ class HostCacheServer:
         )
 
     def _new_writer(self, settings: HostCacheSettings) -> WriteBehind | None:
-        disk = self._sources.disk
+        disk, num_entries = self._disk, self._num_entries
         if not isinstance(disk, RecordLoader) or disk.file is None or not disk.file.may_write:
             return None
         # What waits to be written keeps its entry: most of a small host cache must stay for ranks.
-        is_full = settings.mode == "full"
-        return WriteBehind(disk.file, self._num_entries if is_full else -(-self._num_entries // 4))
+        return WriteBehind(disk.file, -(-num_entries // 4) if settings.records else num_entries)
 
     def _start_readers(self, num_readers: int) -> None:
-        if isinstance(self._sources.disk, RecordLoader):
+        if isinstance(self._disk, RecordLoader):
             # Repacking uses torch. One thread first, alone: after a fork torch remakes its thread
             # pool at a new thread's first use, and of two that do so at once one finds none.
             first = threading.Thread(
@@ -180,12 +153,11 @@ class HostCacheServer:
 
     def hello(self) -> Message:
         """What a rank gets to know before its first request."""
-        origin = self._sources.origin()
         return {
             "handle": self.arena.handle,
             "num_bytes": len(self.arena.bytes),
-            "record_bytes": origin.record_bytes,
-            "num_experts": origin.num_experts,
+            "record_bytes": self.origin.record_bytes,
+            "num_experts": self.origin.num_experts,
             "version": asdict(Announcement(HOST_CACHE, "")),
         }
 
@@ -222,7 +194,7 @@ class HostCacheServer:
         if not self._is_allocated(entry):
             return
         target, writer = self.record_at(entry.index), self.writer
-        loaded = self._sources.load(entry.record, target, is_for_host=lambda: entry.is_for_host)
+        loaded = self._disk.load(entry.record, target)
         is_to_write = loaded.source == "checkpoint" and writer is not None
         self.cache.loaded(entry, loaded.digest, loaded.source, for_writer=is_to_write)
         if is_to_write and writer is not None:
@@ -237,9 +209,9 @@ class HostCacheServer:
     # -- offers of ranks
 
     def _offers(self) -> OfferedRecords:
-        if not isinstance(self._sources.disk, OfferedRecords):
+        if not isinstance(self._disk, OfferedRecords):
             raise CheckpointError("this host cache has a checkpoint, expected no offers")
-        return self._sources.disk
+        return self._disk
 
     def lacks(self, records: Sequence[Record]) -> list[Record]:
         """Return those records that are neither in memory nor on a disk."""
@@ -293,12 +265,10 @@ class HostCacheServer:
 
     def stats(self) -> Counter[str]:
         """Count the records of what was done so far, and of what is held now, and failures."""
-        found, hosts = self.cache.figures(), self._sources.hosts
-        found["to_other_hosts"] = self._for_hosts.num_sent
-        found["host_failures"] = hosts.num_failures if hosts else 0
-        found["damaged"] = self._sources.num_damaged
-        found["not_written"] = self.writer.num_skipped if self.writer else 0
-        return found
+        counts = self.cache.figures()
+        counts["damaged"] = self._disk.num_damaged
+        counts["not_written"] = self.writer.num_skipped if self.writer else 0
+        return counts
 
     def close(self) -> None:
         """Stop answering; twice is no harm."""
@@ -308,10 +278,6 @@ class HostCacheServer:
         if self._listener is not None:
             self._listener.stop()
         self.cache.close()
-        if self._link_server is not None:
-            self._link_server.close()
-        if self._sources.hosts is not None:
-            self._sources.hosts.close()
         if self._listener is not None:
             self._listener.close()
         self._end_readers()
@@ -320,7 +286,7 @@ class HostCacheServer:
         if any(reader.is_alive() for reader in self._readers):
             log.error("the disk does not respond: a reader thread is still running")
             return
-        self._sources.close()
+        self._disk.close()
         self.arena.close()
 
 
@@ -454,7 +420,6 @@ class HostCacheSession:
             "digests": [digest for digest, _ in found],
             "places": [place for _, place in found],
             "from_disk": request.num_from_disk * self._origin.record_bytes,
-            "from_other_hosts": request.num_from_hosts * self._origin.record_bytes,
         }
 
 

@@ -76,9 +76,6 @@ class OfferedRecords:
         found = (file.digest_of(record) for file in self._all())
         return next((digest for digest in found if digest is not None), None)
 
-    def learn(self, record: Record, digest: Digest) -> None:
-        """Nothing to do: the digest of every record is part of the origin."""
-
     def load(self, record: Record, into: torch.Tensor) -> Loaded:
         """Fill ``into`` [record_bytes], page-aligned, from the first file that has right bytes.
 

@@ -32,7 +32,7 @@ _Waiting = tuple[Record, torch.Tensor, Digest, Callable[[], None]]
 log = logging.getLogger(__name__)
 
 
-LoadedFrom = Literal["checkpoint", "record_file", "other_hosts", "offered"]
+LoadedFrom = Literal["checkpoint", "record_file", "offered"]
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,6 @@ class RecordLoader:
     def digest_of(self, record: Record) -> Digest | None:
         """Return the digest that a record must have; None of one that was never seen."""
         return self._digests.get(record, self.file.digest_of(record) if self.file else None)
-
-    def learn(self, record: Record, digest: Digest) -> None:
-        """Set the digest of a record that came from another source."""
-        self._digests[record] = digest
 
     def _repack(self, record: Record, into: torch.Tensor) -> Digest:
         layer, expert = record

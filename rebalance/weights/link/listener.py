@@ -1,27 +1,22 @@
-"""Listener: one thread accepts, and each client is served by its own thread.
+"""Listener: one thread accepts processes of this host, and each is served by its own thread.
 
-A client must prove that it has the deployment's secret; before that it receives only a nonce. The
-owner (host cache or rank) serves the connection after the handshake.
+A client must prove that it has the key; before that it receives only a nonce. The host cache serves
+the connection after the handshake.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
 
 from eplb.errors import MigrationError
 from rebalance.weights.link.local import LocalAdmission
-from rebalance.weights.link.tls import refusal
 from rebalance.weights.link.wire import Message, Wire, break_off, server_handshake
 
-MAX_CLIENTS = 64  # open connections of one TCP listener; further clients are refused
-MAX_SESSIONS = 1024  # of one Unix socket
-REFUSAL_TIMEOUT_S = 0.1
-HANDSHAKE_DEADLINE_S = 5.0  # for all of it, however slowly bytes come
+MAX_CLIENTS = 1024  # open connections; further clients are refused
 ACCEPT_RETRY_S = 1.0
 CLOSE_DEADLINE_S = 10.0
 
@@ -32,16 +27,13 @@ class ConnectionListener:
     """Accepts on ``listening``, which it closes, until ``close``.
 
     Args:
-        listening: a socket of ``listen`` or ``listen_under``.
-        kind: "host", "rank" or "local rank", for messages and for the names of threads.
+        listening: a socket of ``listen_under``.
+        kind: of the clients, for messages and for the names of threads.
         protocol: of this kind of listener.
-        secret: that clients prove to have.
+        key: that clients prove to have.
         hello: what an authenticated client receives about the owner.
         serve: serves one client, on that client's thread; it sets its own deadline.
-        silence_s: time without a byte after which a connection is closed.
-        handshake_s: for the whole handshake.
-        tls: None: plain.
-        is_closing: set on close, so that waits in ``serve`` can end.
+        silence_s: time without a byte after which a connection is closed, and for the handshake.
     """
 
     def __init__(
@@ -49,22 +41,16 @@ class ConnectionListener:
         listening: socket.socket,
         kind: str,
         protocol: str,
-        secret: bytes,
+        key: bytes,
         *,
         hello: Callable[[], Message],
         serve: Callable[[Wire], None],
         silence_s: float,
-        handshake_s: float = HANDSHAKE_DEADLINE_S,
-        tls: ssl.SSLContext | None = None,
-        is_closing: threading.Event | None = None,
     ) -> None:
-        self._kind, self._protocol, self._secret = kind, protocol, secret
-        self._hello, self._serve, self._tls = hello, serve, tls
-        self._silence_s, self._handshake_s = silence_s, handshake_s
-        self._is_closing = is_closing or threading.Event()
-        is_local = listening.family == socket.AF_UNIX
-        self._local = LocalAdmission() if is_local else None
-        self._max_clients = MAX_SESSIONS if is_local else MAX_CLIENTS
+        self._kind, self._protocol, self._key = kind, protocol, key
+        self._hello, self._serve, self._silence_s = hello, serve, silence_s
+        self._is_closing = threading.Event()
+        self._admission = LocalAdmission()
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, threading.Thread] = {}
         self._listening = listening
@@ -80,50 +66,29 @@ class ConnectionListener:
     def _accept(self) -> None:
         while not self._is_closing.is_set():
             try:
-                client, address = self._listening.accept()
+                client, _ = self._listening.accept()
                 is_admitted = self._is_admitted(client)
             except OSError as exc:
                 if not self._is_closing.is_set():
                     log.warning("cannot accept the connection of a %s: %s", self._kind, exc)
                     self._is_closing.wait(ACCEPT_RETRY_S)  # for example: out of file descriptors
                 continue
-            if is_admitted:  # Unix addresses are empty
-                self._start(client, f"{self._kind} {address[0]}" if address else self._kind)
+            if is_admitted:
+                self._start(client)
             else:
                 client.close()
 
     def _is_admitted(self, client: socket.socket) -> bool:
-        """Return whether a client gets a thread; a refusal is sent where that takes no time."""
-        is_full = self.num_clients >= self._max_clients
-        full = f"connection limit reached: {self._max_clients} clients connected" if is_full else ""
-        if self._local is not None:
-            return self._local.admit(client, full)
-        if full and self._tls is not None:  # its handshake would have to be waited for
-            log.warning("%s", full)
-        elif full:
-            try:
-                # Nothing was sent before, so there is room for this: it never waits.
-                wire = Wire(client, time.monotonic() + REFUSAL_TIMEOUT_S, REFUSAL_TIMEOUT_S)
-                wire.send({"refused": full})
-            except (MigrationError, OSError) as exc:
-                log.warning("%s, refusal not sent: %s", full, exc)
-        return not full
+        """Return whether a client gets a thread."""
+        is_full = self.num_clients >= MAX_CLIENTS
+        full = f"connection limit reached: {MAX_CLIENTS} clients connected" if is_full else ""
+        return self._admission.admit(client, full)
 
-    def _start(self, client: socket.socket, name: str) -> None:
-        if self._tls is not None:
-            try:  # nothing is sent or received before the client's thread
-                client = self._tls.wrap_socket(
-                    client, server_side=True, do_handshake_on_connect=False
-                )
-            except OSError as exc:  # disconnected already
-                client.close()
-                log.warning("%s: connection failed: %s", name, refusal(exc))
-                return
-
+    def _start(self, client: socket.socket) -> None:
         def run() -> None:
             try:
                 with client:
-                    self._serve_client(client, name)
+                    self._serve_client(client)
             finally:
                 with self._lock:
                     self._clients.pop(client, None)
@@ -133,30 +98,24 @@ class ConnectionListener:
             self._clients[client] = thread
         thread.start()
 
-    def _serve_client(self, client: socket.socket, name: str) -> None:
+    def _serve_client(self, client: socket.socket) -> None:
         """Serve one client, on its own thread."""
         failure, is_authenticated = "", False
-        deadline = time.monotonic() + self._handshake_s
         try:
-            if isinstance(client, ssl.SSLSocket):
-                client.settimeout(self._handshake_s)
-                client.do_handshake()
-            wire = Wire(client, deadline, self._silence_s)
-            server_handshake(wire, self._secret, self._hello(), protocol=self._protocol)
+            wire = Wire(client, time.monotonic() + self._silence_s, self._silence_s)
+            server_handshake(wire, self._key, self._hello(), protocol=self._protocol)
             is_authenticated = True
-            if self._local is not None:
-                self._local.authenticated(client)
+            self._admission.authenticated(client)
             self._serve(wire)
         except (MigrationError, OSError) as exc:
-            why = refusal(exc) if isinstance(exc, OSError) else exc
-            failure = f"{name}: connection failed: {why}"
+            failure = f"{self._kind}: connection failed: {exc}"
         except (KeyError, TypeError, ValueError) as exc:
-            log.error("%s: malformed request; closing the connection: %r", name, exc)
+            log.error("%s: malformed request; closing the connection: %r", self._kind, exc)
         finally:
             if self._is_closing.is_set():
                 failure = ""
-            if self._local is not None and not is_authenticated:
-                self._local.leave(client, failure)
+            if not is_authenticated:
+                self._admission.leave(client, failure)
             elif failure:
                 log.warning("%s", failure)
 
@@ -176,19 +135,3 @@ class ConnectionListener:
         for client, thread in clients.items():
             break_off(client)
             thread.join(CLOSE_DEADLINE_S)
-
-
-def listen(address: tuple[str, int], peer_kind: str) -> socket.socket:
-    """Listen at a TCP address.
-
-    Raises:
-        MigrationError: the address is taken, or none of this machine.
-    """
-    host, port = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server(address, family=family, backlog=MAX_CLIENTS)
-    except OSError as exc:
-        raise MigrationError(
-            f"cannot listen for other {peer_kind}s on {host} port {port}: {exc}"
-        ) from exc

@@ -1,16 +1,14 @@
-"""One connection between two processes: frames, deadlines, and the handshake that opens it.
+"""One connection between a rank and its host's cache: messages, deadlines, and the handshake.
 
-Hosts and ranks are reached over TCP, the host cache of a rank's own host over a Unix socket.
-Messages are JSON with a length prefix; bytes of records follow a message that announces them.
+Messages are JSON with a length prefix. Bytes of records are read from memory that both map.
 
     client                                   server
-      | <------ protocol, nonce ---------------- |   or: connection limit reached
+      | <------ protocol, nonce ---------------- |
       | ------- nonce, proof of the secret ----> |
       | <------ proof, hello ------------------- |   or: the secrets differ
-      | ------- requests ----------------------> |   see ``server.py`` and ``cache/server.py``
+      | ------- requests ----------------------> |   see ``cache/server.py``
 
-Both sides prove that they have the deployment's secret. Each kind of listener has its own protocol
-name, which ends in a version.
+Both sides prove that they have the key of the host. The protocol's name ends in a version.
 """
 
 from __future__ import annotations
@@ -21,18 +19,15 @@ import math
 import secrets
 import select
 import socket
-import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from eplb.core.bounded_json import decode_json
 from eplb.errors import MigrationError
-from rebalance.weights.link.tls import refusal
 
 MAX_MESSAGE_BYTES = 2**20  # after authentication
 MAX_PROOF_BYTES = 512  # a nonce and a proof take 150
@@ -40,11 +35,6 @@ MAX_HELLO_BYTES = 2**16  # the server describes itself beside its proof
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]
-T = TypeVar("T")
-
-
-class RefusedError(MigrationError):
-    """The other side works, and refuses the request."""
 
 
 class DisconnectedError(MigrationError):
@@ -57,8 +47,7 @@ class Wire:
     One thread may send while another one receives.
 
     Args:
-        end: connected, plain or with TLS whose handshake is complete; closed by its owner, or by
-            ``close``.
+        end: connected; closed by its owner, or by ``close``.
         deadline: of the whole exchange, by time.monotonic; may be replaced.
         silence_s: for the next byte.
     """
@@ -66,11 +55,6 @@ class Wire:
     def __init__(self, end: socket.socket, deadline: float, silence_s: float) -> None:
         self._end, self.deadline, self._silence_s = end, deadline, silence_s
         end.setblocking(False)  # a timeout of the socket would be shared by both directions
-        self._tls = end if isinstance(end, ssl.SSLSocket) else None
-        # Two threads must not use one TLS connection at a time; each use takes a moment.
-        self._turn = threading.Lock() if self._tls else nullcontext()
-        if end.family != socket.AF_UNIX:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
         """Descriptor, to wait for several connections."""
@@ -89,19 +73,13 @@ class Wire:
         try:
             if not self.is_readable(timeout_s):
                 return False
-            # With TLS these are encrypted bytes, which only show that something has come.
-            return self._has_decrypted() or bool(socket.socket.recv(self._end, 1, socket.MSG_PEEK))
+            return bool(self._end.recv(1, socket.MSG_PEEK))
         except OSError:  # broken connection: there is no request
             return False
 
     def is_readable(self, timeout_s: float = 0.0) -> bool:
         """Wait for the next message or the end of the connection; False on a timeout."""
-        return self._has_decrypted() or self._is_ready(select.POLLIN, timeout_s)
-
-    def _has_decrypted(self) -> bool:
-        """Return whether bytes wait that the socket itself does not show any more."""
-        with self._turn:
-            return self._tls is not None and self._tls.pending() > 0
+        return self._is_ready(select.POLLIN, timeout_s)
 
     def is_writable(self, timeout_s: float) -> bool:
         """Wait for room to send, or the end of the connection; False on a timeout."""
@@ -122,24 +100,23 @@ class Wire:
             MigrationError: the connection failed, or the other side does not read.
         """
         text = json.dumps(message).encode()
-        self.send_bytes(memoryview(_LENGTH.pack(len(text)) + text))
+        view = memoryview(_LENGTH.pack(len(text)) + text)
+        while len(view):
+            view = view[self._in_time(partial(self._end.send, view), select.POLLOUT) :]
 
-    def receive(
-        self, *, max_bytes: int = MAX_MESSAGE_BYTES, until_deadline: bool = False
-    ) -> Message:
-        """Receive one message; with ``until_deadline`` wait for it up to the deadline.
+    def receive(self, *, max_bytes: int = MAX_MESSAGE_BYTES) -> Message:
+        """Receive one message.
 
         Raises:
             MigrationError: the connection failed or timed out, or the message is malformed.
         """
-        silence_s = self.left_s if until_deadline else self._silence_s
-        head = self._read(_LENGTH.size, silence_s)
+        head = self._read(_LENGTH.size)
         (length,) = _LENGTH.unpack(head)
         if length > max_bytes:
             raise MigrationError(
                 f"message header {head!r}, expected a length of at most {max_bytes} bytes"
             )
-        text = self._read(length, self._silence_s)
+        text = self._read(length)
         try:
             message = decode_json(text)
         except ValueError as exc:
@@ -148,67 +125,26 @@ class Wire:
             raise MigrationError(f"message {text[:32]!r}, expected a JSON object")
         return message
 
-    def receive_answer(
-        self, *, max_bytes: int = MAX_MESSAGE_BYTES, until_deadline: bool = False
-    ) -> Message:
-        """Receive the response to a request.
-
-        Raises:
-            RefusedError: the other side refuses the request.
-            MigrationError: as ``receive``.
-        """
-        answer = self.receive(max_bytes=max_bytes, until_deadline=until_deadline)
-        if "refused" in answer:
-            raise RefusedError(str(answer["refused"]))
-        return answer
-
-    def send_bytes(self, view: memoryview) -> None:
-        """Send all of it.
-
-        Raises:
-            MigrationError: the connection failed, or the other side does not read.
-        """
-        # Copied, not sendfile: a place may hold another record before pages that are sent by
-        # reference have left the machine.
-        while len(view):
-            step = partial(self._end.send, view)
-            view = view[self._in_time(step, select.POLLOUT, self._silence_s) :]
-
-    def receive_bytes(self, into: memoryview) -> None:
-        """Fill ``into``.
-
-        Raises:
-            MigrationError: the connection failed or timed out.
-        """
-        self._fill(into, self._silence_s)
-
-    def _read(self, num_bytes: int, silence_s: float) -> bytes:
-        found = bytearray(num_bytes)
-        self._fill(memoryview(found), silence_s)
-        return bytes(found)
-
-    def _fill(self, into: memoryview, silence_s: float) -> None:
+    def _read(self, num_bytes: int) -> bytes:
+        received = bytearray(num_bytes)
         done = 0
-        while done < len(into):
-            step = partial(self._end.recv_into, into[done:])
-            count = self._in_time(step, select.POLLIN, silence_s)
+        while done < num_bytes:
+            step = partial(self._end.recv_into, memoryview(received)[done:])
+            count = self._in_time(step, select.POLLIN)
             if count == 0:
-                raise DisconnectedError(f"connection closed after {done} of {len(into)} bytes")
+                raise DisconnectedError(f"connection closed after {done} of {num_bytes} bytes")
             done += count
+        return bytes(received)
 
-    def _in_time(self, step: Callable[[], int], event: int, silence_s: float) -> int:
-        while (left_s := min(self.left_s, silence_s)) > 0:
+    def _in_time(self, step: Callable[[], int], event: int) -> int:
+        while (left_s := min(self.left_s, self._silence_s)) > 0:
             try:
-                with self._turn:
-                    return step()
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as exc:
-                if isinstance(exc, ssl.SSLError):  # a TLS record may need the other direction
-                    wants_read = isinstance(exc, ssl.SSLWantReadError)
-                    event = select.POLLIN if wants_read else select.POLLOUT
+                return step()
+            except BlockingIOError:
                 if not self._is_ready(event, left_s):
                     raise MigrationError(f"no bytes transferred within {left_s:.3g} s") from None
             except OSError as exc:
-                raise DisconnectedError(f"connection failed: {refusal(exc)}") from exc
+                raise DisconnectedError(f"connection failed: {exc}") from exc
         raise MigrationError("deadline passed before the transfer was complete")
 
     def break_off(self) -> None:
@@ -223,32 +159,7 @@ class Wire:
 def break_off(end: socket.socket) -> None:
     """Shut a connection down, which ends the waits of other threads on it."""
     with suppress(OSError):  # closed already
-        # Not SSLSocket's: it lets another thread read encrypted bytes as if they were plain.
-        socket.socket.shutdown(end, socket.SHUT_RDWR)
-
-
-def connect(
-    address: tuple[str, int], deadline_s: float, tls: ssl.SSLContext | None = None
-) -> socket.socket:
-    """Open a TCP connection, with TLS where a context is given.
-
-    Raises:
-        MigrationError: the connection was refused or timed out, or a certificate was refused.
-    """
-    try:
-        end = socket.create_connection(address, timeout=deadline_s)
-    except OSError as exc:
-        raise MigrationError(f"cannot connect: {exc}") from exc
-    if tls is None:
-        return end
-    try:  # within the same deadline again; wrap_socket closes what it cannot use
-        return tls.wrap_socket(end, server_hostname=address[0])
-    except OSError as exc:
-        end.close()
-        raise MigrationError(
-            f"TLS handshake with {address[0]} port {address[1]} failed: {refusal(exc)}, expected "
-            "TLS with certificates of the deployment's authority on both sides"
-        ) from exc
+        end.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
@@ -262,18 +173,6 @@ def malformed_responses_fail() -> Iterator[None]:
         raise MigrationError(f"connection failed: {exc}") from exc
 
 
-def field(message: Message, name: str, kind: type[T]) -> T:
-    """Return one field of a received message.
-
-    Raises:
-        TypeError: it is missing, or of another kind.
-    """
-    found = message.get(name)
-    if not isinstance(found, kind):
-        raise TypeError(f"{name} is {found!r}, expected a {kind.__name__}")
-    return found
-
-
 def client_handshake(wire: Wire, secret: bytes, *, protocol: str) -> Message:
     """Authenticate to a server and check its proof.
 
@@ -281,10 +180,9 @@ def client_handshake(wire: Wire, secret: bytes, *, protocol: str) -> Message:
         The server's hello message.
 
     Raises:
-        RefusedError: the server's connection limit is reached.
         MigrationError: the secrets differ, or the protocol is another one.
     """
-    theirs = wire.receive_answer(max_bytes=MAX_PROOF_BYTES)
+    theirs = wire.receive(max_bytes=MAX_PROOF_BYTES)
     if theirs.get("protocol") != protocol:
         raise MigrationError(f"protocol {theirs.get('protocol')!r}, expected {protocol!r}")
     nonces = secrets.token_hex(16), str(theirs.get("nonce"))

@@ -23,8 +23,8 @@ from eplb.core.problem import Budget
 from eplb.errors import ConfigError
 from rebalance.assembly.config import RankConfig
 from rebalance.controller.loop import ControllerSettings
+from rebalance.engines.common.plugin_settings import EngineSettings, settings_of
 from rebalance.stage.stage_settings import StageBudgets, StageSettings
-from rebalance.weights.link.link_settings import RankLinkSettings
 from telemetry import open_store
 from telemetry.load.pruning import Retention
 from telemetry.load.reporter import Tempo
@@ -37,8 +37,8 @@ from tests.support.repository import ROOT
 PAGE = ROOT / "docs" / "configuration.md"
 # Names without a section that people have written into files.
 OLD_NAMES = """
-    device precision nodes layers experts top_k spare_slots host_cache_mode
-    host_cache_records other_hosts record_file hidden intermediate
+    device precision nodes layers experts top_k spare_slots
+    host_cache_records record_file hidden intermediate
     policy observe movement host port
     state_dir store spool_dir spool_mb store_interval window_seconds keep_samples_s
     keep_minutes_s keep_hours_s keep_events lease_ttl_s pay_back_s plan_windows
@@ -74,9 +74,8 @@ def test_example_of_the_reference_page_loads(tmp_path: Path) -> None:
 
     settings = load_tree({}, config=file, environ={})
 
-    silence_s = settings.value(Settings.known["host_link.silence_s"])
-    assert (settings.model.layers, settings.controller.policy, silence_s) == (4, "greedy", 5.0)
-    assert settings.value(Settings.known["transport.silence_s"]) == RankLinkSettings.silence_s
+    assert (settings.model.layers, settings.controller.policy) == (4, "greedy")
+    assert (settings.host_cache.records, settings[EngineSettings].records) == (64, "auto")
 
 
 def test_every_setting_has_a_meaning_and_the_store_is_the_only_secret() -> None:
@@ -101,30 +100,55 @@ def test_name_without_section_stands_for_one_setting(name: str) -> None:
 
 def test_full_name_works_in_file_environment_and_flag(tmp_path: Path) -> None:
     file = tmp_path / "eplb.toml"
-    file.write_text("[host_cache]\nmode = 'ring'\nrecords = 3\n[log]\nlevel = 'info'\n")
+    file.write_text("[host_cache]\nrecords = 3\n[log]\nlevel = 'info'\n")
     environ = {"EPLB_STAGING__LOCAL_BYTES_PER_SECOND": "1e9", "EPLB_LOG_FORMAT": "json"}
 
     settings = load_tree({}, config=file, environ=environ, named={"planner.max_moves": "7"})
 
-    assert (settings.host_cache.mode, settings.host_cache.records) == ("ring", 3)
+    assert settings.host_cache.records == 3
     assert (settings.log.level, settings.log.format) == ("info", "json")
     assert settings.staging.local_bytes_per_second == 1e9
     assert settings[Budget].max_moves == 7
 
 
 def test_name_of_several_settings_is_refused_with_their_full_names() -> None:
-    by_flag, by_variable = refusal({"silence_s": "1"}), refusal(EPLB_SILENCE_S="1")
+    by_flag, by_variable = refusal({"records": "1"}), refusal(EPLB_RECORDS="1")
 
-    assert by_flag.endswith(": agent.silence_s, transport.silence_s, host_link.silence_s")
-    named = "EPLB_AGENT__SILENCE_S, EPLB_TRANSPORT__SILENCE_S, EPLB_HOST_LINK__SILENCE_S"
-    assert by_variable.endswith(f": {named}")
+    assert by_flag.endswith(": host_cache.records, engine.records")
+    assert by_variable.endswith(": EPLB_HOST_CACHE__RECORDS, EPLB_ENGINE__RECORDS")
 
 
 def test_setting_without_short_name_is_reported_by_its_full_name() -> None:
-    found = refusal(EPLB_HOST_LINK__SILENCE_S="0")
+    found = refusal(EPLB_ENGINE__RECORDS="no")
 
-    assert found.startswith("host_link.silence_s is '0' in ")
-    assert "variable EPLB_HOST_LINK__SILENCE_S" in found
+    assert found.startswith("engine.records is 'no' in ")
+    assert "variable EPLB_ENGINE__RECORDS" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("host_cache.other_hosts", "a host brings an expert from a GPU of its own"),
+        ("transport.silence_s", "experts do not travel between hosts, expected none"),
+        ("network.tls_ca_file", "http.tls_certificate_file"),
+        ("host_cache.mode", "expected host_cache.records alone"),
+    ],
+)
+def test_setting_that_left_is_refused_with_what_to_use_instead(
+    tmp_path: Path, name: str, instead: str
+) -> None:
+    section, _, key = name.partition(".")
+    file = tmp_path / "eplb.toml"
+    file.write_text(f"[deployment]\nname = 'west'\n[{section}]\n{key} = 'x'\n")
+    variable = f"EPLB_{section}__{key}".upper()
+
+    for found in (refusal({name: "x"}), refusal(**{variable: "x"})):
+        assert "is no setting any more" in found
+        assert instead in found
+    with pytest.raises(ConfigError, match=rf"'{name}' in {file} is no setting any more"):
+        load_tree({}, config=file, environ={})
+    with pytest.raises(ConfigError, match=rf"'{name}' in {file} is no setting any more"):
+        settings_of({"EPLB_CONFIG": str(file)})  # of a plug-in
 
 
 def test_setting_under_both_names_in_one_place_is_refused() -> None:
@@ -175,10 +199,7 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
             "min_domains": "2",
             "state_interval": "0.75",
             "spool_mb": "3",
-            "other_hosts": "after_disk",
-            "transport.silence_s": "1.25",
             "local_bytes_per_second": "2000",
-            "network_bytes_per_second": "1000",
         },
     )
 
@@ -188,12 +209,8 @@ def test_settings_reach_the_components(tmp_path: Path) -> None:
     assert controller.retention == Retention(keep_hours_s=240.0)
     assert (controller.policy, controller.budget.max_moves) == ("greedy", 5)
     assert (controller.triggers.interval_s, controller.request.min_domains) == (60.0, 2)
-    assert config.rank_links is not None
-    cache = deployment.host_cache
-    assert cache.links is not None
-    assert (config.rank_links.silence_s, cache.links.silence_s) == (1.25, 2.0)
     stage, usual = config.stage_on("cpu"), StageSettings()
-    assert (stage.network.bytes_per_second, stage.host.bytes_per_second) == (1000.0, 2000.0)
+    assert (stage.peer.bytes_per_second, stage.host.bytes_per_second) == (2000.0, 2000.0)
     assert (stage.peer.chunk_bytes, stage.in_flight) == (usual.peer.chunk_bytes, usual.in_flight)
 
 

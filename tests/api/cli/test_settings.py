@@ -92,8 +92,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"vote_deadline_s": 0}, "0 in flag --vote-deadline-s", "more than 0"),
     ({"lease_ttl_s": 0}, "0 in flag --lease-ttl-s", "more than 0"),
     ({"spare_slots": -1}, "-1 in flag --spare-slots", "at least 0"),
-    ({"host_cache_records": 8}, "8 in flag --host-cache-records", "none with full"),
-    ({"host_cache_mode": "hot"}, "0 in the defaults", "a number of records with hot"),
+    ({"host_cache_records": -1}, "-1 in flag --host-cache-records", "at least 0"),
     ({"sample_steps": 5}, "5 in flag --sample-steps", "a divisor of telemetry.window_steps, 64"),
     ({"rearm_imbalance": 1.5}, "1.5 in flag --rearm-imbalance", "at most start_imbalance"),
 ]

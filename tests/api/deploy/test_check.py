@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.config.certificate import Certificate
 from api.deploy.check import (
     Costs,
     Finding,
@@ -30,13 +31,11 @@ from api.deploy.check import (
     lines_of,
 )
 from api.deploy.first_placement import ensure_first_placement
-from api.deploy.launch import Launch, check_start
 from api.deploy.model import accept_checkpoint
 from api.deploy.roles import run_host_cache
 from eplb.errors import CheckpointError, ConfigError, StoreError
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.assembly.places import claim_place
-from rebalance.weights.link.tls import TlsFiles
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
 from tests.support.certificates import Authority
@@ -88,32 +87,23 @@ def test_host_that_is_ready_has_nothing_refused(
     assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
 
 
-def test_certificates_are_checked_and_an_expired_one_refuses_the_start(tmp_path: Path) -> None:
+def test_certificate_of_http_is_checked_and_an_expired_one_is_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "tls")
-    good, old = authority.issue("127.0.0.1"), authority.issue("127.0.0.1", expired=True)
 
-    def given(links: TlsFiles, http: TlsFiles) -> Any:
-        return small(
+    def refusals(certificate: Certificate) -> list[str]:
+        deployment = small(
             tmp_path,
-            host_cache__other_hosts="before_disk",
-            network__tls_certificate_file=links.certificate.chain,
-            network__tls_key_file=links.certificate.key,
-            network__tls_ca_file=links.authority,
-            http__tls_certificate_file=http.certificate.chain,
-            http__tls_key_file=http.certificate.key,
+            http__tls_certificate_file=certificate.chain,
+            http__tls_key_file=certificate.key,
         )
+        return [one for one in wrong(findings(deployment)) if "TLS" in one]
 
-    ready, expired = given(good, good), given(old, old)
-    refused = [one for one in wrong(findings(expired)) if "TLS" in one]
+    old = authority.issue("127.0.0.1", expired=True)
 
-    assert [one for one in wrong(findings(ready)) if "TLS" in one] == []
-    assert len(refused) == 2
-    assert refused[0].startswith(f"refused  TLS of links: certificate {old.certificate.chain}")
-    assert refused[1].startswith(f"refused  TLS of HTTP: certificate {old.certificate.chain}")
-    assert all("certificate has expired, expected one" in one for one in refused)
-    assert ready.host_links.tls == ready.rank_links.tls == good
-    with pytest.raises(ConfigError, match=r"TLS of links: .* has expired, expected one for"):
-        check_start(Launch(expired, 0, ["true"], {}))
+    assert refusals(authority.issue("127.0.0.1")) == []
+    (refusal,) = refusals(old)
+    assert refusal.startswith(f"refused  TLS of HTTP: certificate {old.chain}")
+    assert "certificate has expired, expected one" in refusal
 
 
 def test_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
@@ -129,8 +119,7 @@ def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
     twice = small(
         tmp_path,
         network__rendezvous_port=port,
-        network__rank_port=port,
-        host_cache__other_hosts="before_disk",
+        http__port=port,
     )
 
     assert str(first).startswith(f"refused  ports: {port} of 127.0.0.1 (network.rendezvous_port) ")
@@ -247,7 +236,7 @@ def test_memory_that_is_not_there_is_refused() -> None:
 
     assert str(found) == (
         "refused  memory: 80.0 GiB of host memory are available, 86.0 GiB are needed, "
-        "expected more memory, or another host_cache.mode than full"
+        "expected more memory, or fewer host_cache.records"
     )
     assert check_memory(costs, available=90 * GIB).is_ok
     assert available_memory() > 0

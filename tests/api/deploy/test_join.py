@@ -33,7 +33,7 @@ TWO_HOSTS = {
 SERVES_ON = {
     "build_rank_from_env()": "build_rank_from_env(passes=passes)",
     "torch.set_num_threads(1)\n": "torch.set_num_threads(1)\npasses = PassCounter()\n",
-    "rank.agent.step(number, ": "rank.agent.step(None, ",
+    "rank.step(number, ": "rank.step(None, ",
     "        tokens, chosen, shares = batch": "        number = passes.begin()\n"
     "        tokens, chosen, shares = batch",
     "        number += 1\n": "",

@@ -71,7 +71,7 @@ def test_ranks_are_filled_with_the_library_s_parameters(
 
     def prove(_: int) -> tuple[int, list[str]]:
         rank = build_rank_from_env(environ={"EPLB_RANK_FILE": str(tmp_path / "rank.json")})
-        proved = prove_experts(model, rank.bank, rank.agent.held())
+        proved = prove_experts(model, rank.bank, rank.held())
         rank.close()
         return proved, [spec.name for spec in rank.deployment.schema.tensors]
 

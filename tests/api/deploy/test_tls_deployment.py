@@ -1,4 +1,4 @@
-"""A deployment whose links and HTTP service have TLS: all its commands, on two addresses."""
+"""A deployment whose HTTP service has TLS: all its commands, on two addresses."""
 
 from __future__ import annotations
 
@@ -35,50 +35,39 @@ CONFIG = """
 name = "tls-{ports[0]}"
 store = "{folder}/store.sqlite"
 [model]
-{checkpoint}
+checkpoint = "{weights}"
 {toy_model}
 [topology]
 nodes = 2
 ranks_per_node = 1
 hosts = ["127.0.0.1", "127.0.0.2"]
 device = "cpu"
-[host_cache]
-other_hosts = "before_disk"
 [network]
 rendezvous_port = {ports[0]}
-host_cache_port = {ports[1]}
-rank_port = {ports[2]}
 join_deadline_s = 3600
 fill_deadline_s = 3600
-tls_certificate_file = "{links.certificate.chain}"
-tls_key_file = "{links.certificate.key}"
-tls_ca_file = "{links.authority}"
 [http]
 port = 0
-tls_certificate_file = "{http.certificate.chain}"
-tls_key_file = "{http.certificate.key}"
+tls_certificate_file = "{http.chain}"
+tls_key_file = "{http.key}"
 [controller]
 stage = "all"
 """
 
 
 class TwoAddresses:
-    """Two hosts of a deployment, both of this machine. Only the first has weights for its cache."""
+    """Two hosts of a deployment, both of this machine."""
 
     def __init__(self, stack: ExitStack, folder: Path, weights: Path) -> None:
         self._stack, self.folder = stack, folder
-        self.links, self.http = Authority(folder / "links"), Authority(folder / "http", "http")
+        self.http = Authority(folder / "http")
         shutil.copy(TOY_ENGINE, folder / "engine.py")
-        given = {"folder": folder, "ports": free_ports(3), "http": self.http.issue(HOSTS[0])}
-        for host, address in enumerate(HOSTS):
-            given["links"] = self.links.issue(address)
-            for name, line in (("ranks", f'checkpoint = "{weights}"'), ("cache", "")):
-                line = f'checkpoint = "{weights}"' if host == 0 else line
-                text = CONFIG.format(checkpoint=line, toy_model=TOY_MODEL, **given)
-                (folder / f"{name}-{host}.toml").write_text(text)
+        given = {"folder": folder, "ports": free_ports(1), "http": self.http.issue(HOSTS[0])}
+        text = CONFIG.format(weights=weights, toy_model=TOY_MODEL, **given)
+        (folder / "eplb.toml").write_text(text)
 
-    def start(self, config: str, *words: str) -> CommandProcess:
-        environ = clean_environ(EPLB_CONFIG=config, EPLB_SECRET=SECRET, PYTHONPATH=str(ROOT))
+    def start(self, *words: str) -> CommandProcess:
+        environ = clean_environ(EPLB_CONFIG="eplb.toml", EPLB_SECRET=SECRET, PYTHONPATH=str(ROOT))
         process = CommandProcess(["eplb", *words], self.folder, environ)
         self._stack.callback(process.kill)
         return process
@@ -100,19 +89,17 @@ def two(tmp_path: Path, small_checkpoint: Checkpoint) -> Iterator[TwoAddresses]:
 
 
 @pytest.mark.slow
-def test_deployment_serves_over_tls_and_https(two: TwoAddresses) -> None:
-    check = two.start("ranks-0.toml", "check", "--host", "0")
+def test_deployment_of_two_hosts_serves_over_https(two: TwoAddresses) -> None:
+    check = two.start("check", "--host", "0")
     assert check.ends() == 0, check.lines
-    assert [line for line in check.lines if re.match(r"ok +TLS of (links|HTTP): the cert", line)]
-    serve = two.start("ranks-0.toml", "serve")
+    assert [line for line in check.lines if re.match(r"ok +TLS of HTTP: the cert", line)]
+    serve = two.start("serve")
     url = serve.wait_for("eplb serve: https://").split()[-1]
-    caches = [two.start(f"cache-{host}.toml", "host-cache", "--host", str(host)) for host in (0, 1)]
+    caches = [two.start("host-cache", "--host", str(host)) for host in (0, 1)]
     for cache in caches:
         cache.wait_for("ready: 16 records")
     engine = ("--", sys.executable, "engine.py")
-    launches = [
-        two.start(f"ranks-{host}.toml", "launch", "--host", str(host), *engine) for host in (0, 1)
-    ]
+    launches = [two.start("launch", "--host", str(host), *engine) for host in (0, 1)]
 
     launches[0].wait_for("engine: generation 1 serves")
     while not two.ask(f"{url}/api/v1/state")["generation"]:  # a rank serves it first
@@ -122,28 +109,7 @@ def test_deployment_serves_over_tls_and_https(two: TwoAddresses) -> None:
     assert launches[1].ends(signal.SIGTERM) == 0, launches[1].lines
     assert launches[0].ends() == 0, launches[0].lines
 
-    # What rank 1 serves has come over the link of the caches: that of its host reads no disk.
     printed = "".join(line for one in launches for line in one.lines)
     assert len(re.findall(r"rank \d ended, 0 of [1-9]\d* wrong", printed)) == 2, printed
     for process in (serve, *caches):
         assert process.ends(signal.SIGTERM) == 0, process.lines
-
-
-@pytest.mark.slow
-def test_host_with_a_stranger_s_certificate_gets_no_records(two: TwoAddresses) -> None:
-    stranger = Authority(two.folder / "stranger", "stranger").issue(HOSTS[1])
-    ours = two.links.issue(HOSTS[1])
-    for name in ("ranks-1.toml", "cache-1.toml"):
-        text = (two.folder / name).read_text()
-        text = text.replace(str(ours.certificate.chain), str(stranger.certificate.chain))
-        (two.folder / name).write_text(
-            text.replace(str(ours.certificate.key), str(stranger.certificate.key))
-        )
-
-    cache = two.start("cache-1.toml", "host-cache", "--host", "1")
-    check = two.start("ranks-1.toml", "check", "--host", "1")
-
-    assert cache.ends() == 2
-    assert "the certificate is refused" in cache.lines[-1], cache.lines
-    assert check.ends() == 2
-    assert any(re.match(r"refused +TLS of links", line) for line in check.lines), check.lines

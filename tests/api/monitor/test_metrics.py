@@ -82,8 +82,7 @@ def ranks_report(store: StateStore, **more: Any) -> None:
         "bytes_by_source": {
             "peer": 300,
             "host": 100,
-            "other_rank": 30,
-            "other_host": 12,
+            "disk": 42,
             "rejected": 100,
         },
         "experts_moved": 4,
@@ -267,7 +266,7 @@ def test_counters_are_those_of_the_run(store: StateStore) -> None:
     assert set(ACTS) > {"change", "imbalance", "interval", "membership", "request", "rollback"}
     assert found["eplb_rebalances_total"] == none_ended | {("committed", "load"): 1}
     assert found["eplb_plans_total"] == {("MOVE", "auto"): 1}
-    links = {"same_rank": 0, "intra": 300, "host": 100, "inter": 42, "disk": 0}
+    links = {"same_rank": 0, "intra": 300, "host": 100, "disk": 42}
     assert found["eplb_migrated_bytes_total"] == {(name,): n for name, n in links.items()}
     assert found["eplb_migrated_experts_total"] == {(): 4}
     assert found["eplb_digest_failures_total"] == {(): 1}

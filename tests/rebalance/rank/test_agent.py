@@ -18,7 +18,7 @@ from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, GroupChanges, RankError
 from eplb.migration.build import Pace
-from rebalance.agent import RankAgent
+from rebalance.rank.rank import Rank
 from rebalance.swap.swapper import StepFigures
 from runtime.experts import ExpertSchema
 from runtime.streams import Completion
@@ -309,7 +309,7 @@ def test_ranks_that_halt_in_mid_migration_end_all_their_threads(group: Group) ->
     group.step_until(lambda: all(agent.phase != "idle" for agent in group.agents))
 
     for agent in group.agents:
-        agent.close()
+        agent.leave()
 
     assert not [thread for thread in threading.enumerate() if thread.name in AGENT_THREADS]
 
@@ -357,10 +357,10 @@ def test_wait_for_a_device_or_an_exchange_ends_when_a_peer_is_dead(group: Group)
             survivor.wait_for_exchange(Abandoned())
 
 
-def at_once(group: Group, call: Callable[[RankAgent], object]) -> list[str]:
+def at_once(group: Group, call: Callable[[Rank], object]) -> list[str]:
     """What every rank's call ends with: a refusal in words, or nothing."""
 
-    def words(agent: RankAgent) -> str:
+    def words(agent: Rank) -> str:
         try:
             call(agent)
         except (EplbError, RankError) as exc:
@@ -376,7 +376,7 @@ def new_record(layer: int, expert: int) -> torch.Tensor:
     return RECORDS[layer, expert] + 1
 
 
-def load_new_weights(group: Group, agent: RankAgent) -> None:
+def load_new_weights(group: Group, agent: Rank) -> None:
     bank = group.banks[group.agents.index(agent)]
     for layer, slot, expert in agent.held():
         bank.live(layer, slot).copy_(new_record(layer, expert))
@@ -474,7 +474,7 @@ def test_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: G
         agent.step()
         clock.steps += 1
 
-    def update_or_step(agent: RankAgent) -> None:
+    def update_or_step(agent: Rank) -> None:
         agent.begin_update(1) if agent is group.agents[0] else agent.step()
         agent.voting.read(3, must_finish=True)
 
@@ -486,7 +486,7 @@ def test_update_that_one_rank_begins_a_step_early_is_refused_everywhere(group: G
 def test_experts_that_an_update_left_as_they_were_are_reported(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(agent: RankAgent) -> None:
+    def load(agent: Rank) -> None:
         if agent is group.agents[2]:
             agent.end_update()  # forgets to load
         else:
@@ -506,7 +506,7 @@ def test_rank_that_closes_after_its_own_error_is_a_death_for_the_others(group: G
     with pytest.raises(RankError, match="rank 1: step 2 follows step 0"):
         group.agents[1].step()
 
-    group.agents[1].close()
+    group.agents[1].leave()
 
     with pytest.raises(BrokenGroup):
         group.agents[0].step()

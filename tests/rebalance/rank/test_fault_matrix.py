@@ -323,7 +323,7 @@ def test_weights_truncated_while_serving_abort_the_plan_until_repaired(
     make_group: MakeGroup,
 ) -> None:
     # A host that keeps eight of sixteen records has to go back to the disk for some.
-    group = make_group(host_cache_settings=HostCacheSettings(mode="ring", records=8))
+    group = make_group(host_cache_settings=HostCacheSettings(records=8))
     contents = {path: path.read_bytes() for path in group.checkpoint.path.glob("*.safetensors")}
     for path in contents:
         os.truncate(path, 10)
@@ -336,7 +336,7 @@ def test_weights_truncated_while_serving_abort_the_plan_until_repaired(
 
 # -- a host that has no answer for as long as somebody else holds all of its entries
 
-CROWDED = HostCacheSettings(mode="ring", records=8)
+CROWDED = HostCacheSettings(records=8)
 
 
 def meets_a_crowd(group: Group, target: Placement) -> list[Record]:

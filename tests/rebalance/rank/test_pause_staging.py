@@ -10,7 +10,7 @@ import pytest
 
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
-from rebalance.agent import RankAgent
+from rebalance.rank.rank import Rank
 from rebalance.stage.stage_settings import StageSettings
 from runtime.experts import ExpertSchema
 from tests.support.agent_group import AgentGroup, records_of
@@ -32,7 +32,7 @@ def group() -> Iterator[AgentGroup]:
     made.close()
 
 
-def staged_bytes(agent: RankAgent) -> int:
+def staged_bytes(agent: Rank) -> int:
     return int(agent.describe().detail["bytes_by_source"].get("peer", 0))
 
 
@@ -72,7 +72,7 @@ def test_forgotten_pause_ends_at_its_deadline_and_is_logged(
     stage_up_to_the_pause(group)
     assert stands_still(group)
 
-    with caplog.at_level(logging.WARNING, "rebalance.weights.link.limits"):
+    with caplog.at_level(logging.WARNING, "rebalance.stage.lanes"):
         group.time.skip(FORGOTTEN_S)
         group.step_until(lambda: group.generation() == 1)
 

@@ -24,10 +24,10 @@ from eplb.migration.recovery import (
     is_minority,
     is_settled,
 )
-from rebalance.agent import RankAgent
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import PlanRef, RankPhase
+from rebalance.rank.rank import Rank as ServingRank
 from rebalance.recovery import (
     MINORITY_S,
     Deadlines,
@@ -257,7 +257,7 @@ def group() -> Iterator[Group]:
     made.close()
 
 
-def swapped(agent: RankAgent) -> int:
+def swapped(agent: ServingRank) -> int:
     return agent.shared.state.swapped
 
 

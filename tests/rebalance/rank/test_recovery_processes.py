@@ -37,15 +37,16 @@ from eplb.core.topology import Topology
 from eplb.errors import RankError, StaleGeneration
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import wire_agent
-from rebalance.assembly.survivors import Stages, join_survivors, together
+from rebalance.assembly.rank import make_slots
+from rebalance.assembly.survivors import Stages, join_survivors
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
-from rebalance.rank.parts import AgentSettings, Links
-from rebalance.recovery import Deadlines, NewGroups, recover
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
+from rebalance.recovery import Deadlines, recover
 from rebalance.weights.sources import WeightSources
+from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.group import Rendezvous, reach
 from telemetry.state.runs import RankState
@@ -74,7 +75,7 @@ class Tokens:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.steps = group, 0
 
-    def exchange(self, agent: RankAgent) -> None:
+    def exchange(self, agent: Rank) -> None:
         self.steps += 1
         given, received = torch.ones(NUM_RANKS), torch.zeros(NUM_RANKS)
         try:
@@ -183,33 +184,31 @@ class Ranks:
             if rank == self.dies_agreed:
                 recover(agent, store, deadlines=FAR_OFF)
                 os.kill(os.getpid(), signal.SIGKILL)
-            record, groups = join_survivors(
-                agent, store, rank, Stages(), deadline_s=600.0, silence_s=SILENCE_S
-            )
+            record, group = join_survivors(agent, Stages(), deadline_s=600.0)
             if self.stops_formed is not None:
-                return self._stop_formed(rank, groups)
-            groups.votes.close()
-        agent.close()
+                return self._stop_formed(rank, group)
+            group.votes.close()
+        agent.leave()
         placement = agent.placement
         return Survived(
             record, (placement.generation, placement.hash), held_in(self.banks[rank], NUM_EXPERTS)
         )
 
-    def _stop_formed(self, rank: int, groups: NewGroups) -> str:
+    def _stop_formed(self, rank: int, group: Group) -> str:
         """Stop one rank, while the others wait for it before they serve; why they cease to."""
         assert self.stops_formed is not None
-        wait_until_watched(groups.votes._liveness)
-        pids = dict(together(rank, groups, os.getpid()))
+        wait_until_watched(group.votes._liveness)
+        pids = dict(group.gather(os.getpid()))
         if rank == self.stops_formed:
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
-            together(rank, groups, "")
+            group.gather("")
         except RankError as exc:
             os.kill(pids[self.stops_formed], signal.SIGKILL)
             return str(exc)
         return "every rank came"
 
-    def _agent(self, rank: int, store: StateStore, votes: GlooVotes, tokens: Tokens) -> RankAgent:
+    def _agent(self, rank: int, store: StateStore, votes: GlooVotes, tokens: Tokens) -> Rank:
         committed = store.committed()
         assert committed is not None
         placement, bank = committed.placement, self.banks[rank]
@@ -218,26 +217,26 @@ class Ranks:
             for slot, expert in enumerate(slots):
                 bank.live(layer, slot).copy_(RECORDS[layer, expert])
         dist.barrier()  # every bank is filled before anybody reads a peer's
-        return wire_agent(
-            AgentSettings(
-                RankConfig("test", 4, 1, vote_deadline_s=NEVER_S, plan_deadline_s=NEVER_S),
-                self.run,
-                TOPOLOGY,
-                store.epoch(),
+        agent = Rank(
+            RankConfig(
+                "test",
+                4,
+                1,
+                vote_deadline_s=NEVER_S,
+                plan_deadline_s=NEVER_S,
+                silence_s=SILENCE_S,
             ),
-            Links(
-                votes,
-                WeightSources(local_slots(TOPOLOGY, rank, self.banks), LocalHost(RECORDS)),
-                store,
-                Sink(),
-                journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),
-            ),
-            rank=rank,
-            bank=bank,
-            digests=digests_of(RECORDS),
-            placement=placement,
-            steps=tokens,
+            make_slots(rank, TOPOLOGY, bank, digests_of(RECORDS), placement),
+            SlotCounter(NUM_LAYERS, bank.num_slots),
+            store,
+            Sink(),
+            passes=tokens,
+            journal=Fate(Journal(self.folder, self.run, rank), self.dies_at.get(rank, 0)),
         )
+        sources = WeightSources(local_slots(TOPOLOGY, rank, self.banks), LocalHost(RECORDS))
+        group = Group(rank, self.run, TOPOLOGY, votes, membership=store.epoch())
+        agent.enter(group, placement, sources)
+        return agent
 
 
 def publish_next(store: StateStore) -> None:

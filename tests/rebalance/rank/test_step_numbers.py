@@ -1,4 +1,4 @@
-"""RankAgent.step: who numbers forward passes, and what phase the samples of them have."""
+"""Rank.step: who numbers forward passes, and what phase the samples of them have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, RankError
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import wire_agent
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.assembly.rank import make_slots
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.weights.sources import WeightSources
+from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from tests.support.agent_group import AgentGroup, Sink, records_of
 from tests.support.local_group import LocalHost, local_slots
@@ -97,11 +99,16 @@ def test_unknown_phase_is_refused_before_the_step_begins(group: AgentGroup) -> N
 
 def test_rank_without_a_counter_needs_a_step_number() -> None:
     group, bank = AgentGroup(START, TOPOLOGY), ExpertBank(SCHEMA, 1, 2, num_staging=2)
-    settings = AgentSettings(RankConfig("test", SAMPLE_STEPS, 1), "run", TOPOLOGY)
     sources = WeightSources(local_slots(TOPOLOGY, 0, [bank, bank]), LocalHost(RECORDS))
-    links = Links(group.votes.member(0), sources, group.store, Sink(group.store))
     digests = torch.zeros((1, 3, 2), dtype=torch.int64)
-    agent = wire_agent(settings, links, rank=0, bank=bank, digests=digests, placement=START)
+    agent = Rank(
+        RankConfig("test", SAMPLE_STEPS, 1),
+        make_slots(0, TOPOLOGY, bank, digests, START),
+        SlotCounter(1, 2),
+        group.store,
+        Sink(group.store),
+    )
+    agent.enter(Group(0, "run", TOPOLOGY, group.votes.member(0)), START, sources)
 
     with (
         closing(group),  # it patches a module

@@ -36,7 +36,6 @@ ON_1, ON_2, ON_3 = Place(Source.PEER, 1, 0), Place(Source.PEER, 2, 1), Place(Sou
 CHUNKED = StageSettings(
     peer=LinkBudget(CHUNK),
     host=LinkBudget(CHUNK),
-    network=LinkBudget(CHUNK),
     in_flight=2,
     pull_deadline_s=5.0,
 )

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
 
 import pytest
 
-from eplb.errors import MigrationError
-from rebalance.stage.lanes import Hold
-from rebalance.weights.link.limits import CHUNK_BYTES, ByteBudget, TokenBucket
-from tests.support.limits import NEVER_S
+from rebalance.stage.lanes import Hold, TokenBucket
 from tests.support.simulated_time import Clock
 
 
@@ -55,16 +50,6 @@ def test_bucket_without_a_rate_never_holds_back() -> None:
         bucket.take(1000)
 
     assert bucket.ready_at(1000) <= clock.now
-
-
-def test_budget_waits_for_its_turn_and_refuses_what_comes_too_late() -> None:
-    quick, slow = (ByteBudget(rate, threading.Event()) for rate in (1e8, 1.0))
-    for budget in (quick, slow):
-        budget.spend(CHUNK_BYTES, time.monotonic())  # what a time of silence has saved up
-
-    quick.spend(1000, time.monotonic() + NEVER_S)
-    with pytest.raises(MigrationError, match="budget"):
-        slow.spend(CHUNK_BYTES, time.monotonic() + NEVER_S)
 
 
 def test_hold_lasts_until_it_is_taken_back() -> None:

@@ -13,12 +13,13 @@ import torch
 from eplb import Budget, CostModel, ModelShape, Placement, Topology
 from eplb.core.load import LoadSample
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
-from rebalance.agent import RankAgent
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.rank import wire_agent
+from rebalance.assembly.rank import make_slots
 from rebalance.controller.loop import Controller, ControllerSettings
-from rebalance.rank.parts import AgentSettings, Links
+from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.weights.sources import WeightSources
+from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.memory import digest
 from runtime.routing import SHARE_ONE
@@ -57,7 +58,7 @@ class Serving:
     """Two ranks that route the same tokens in every step."""
 
     store: StateStore
-    agents: list[RankAgent]
+    agents: list[Rank]
     banks: list[ExpertBank]
     num_steps: int = 0
 
@@ -89,21 +90,20 @@ def serving() -> Iterator[Serving]:
     digests = torch.tensor([[digest(records[0, expert]) for expert in range(3)]])
     banks = [ExpertBank(SCHEMA, 1, 2, num_staging=2) for _ in range(2)]
     made = Serving(store, [], banks)
-    known = AgentSettings(
-        RankConfig("test", WINDOW_STEPS, 2, vote_deadline_s=NEVER_S), "run", TOPOLOGY
-    )
+    config = RankConfig("test", WINDOW_STEPS, 2, vote_deadline_s=NEVER_S)
     for rank, bank in enumerate(banks):
         for slot, expert in enumerate(START.slot_to_expert[0, TOPOLOGY.slots_on(rank)].tolist()):
             bank.live(0, slot).copy_(records[0, expert])
         sources = WeightSources(local_slots(TOPOLOGY, rank, banks), LocalHost(records))
-        links = Links(votes.member(rank), sources, store, Sink(store))
-        held = {"bank": bank, "digests": digests, "placement": START}
-        made.agents.append(wire_agent(known, links, rank=rank, **held))
+        slots = make_slots(rank, TOPOLOGY, bank, digests, START)
+        agent = Rank(config, slots, SlotCounter(1, 2), store, Sink(store))
+        agent.enter(Group(rank, "run", TOPOLOGY, votes.member(rank)), START, sources)
+        made.agents.append(agent)
     for agent in made.agents:
         agent.start()
     yield made
     with ThreadPoolExecutor(2) as pool:  # at once: each waits for its watcher's turn to end
-        list(pool.map(lambda agent: agent.close(), made.agents))
+        list(pool.map(lambda agent: agent.leave(), made.agents))
 
 
 def test_new_shares_serve_under_a_new_generation_and_no_weight_moves(serving: Serving) -> None:

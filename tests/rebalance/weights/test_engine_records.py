@@ -20,7 +20,6 @@ from rebalance.weights.cache.cache_settings import HostCacheSettings
 from rebalance.weights.cache.engine_records import EngineRecords, EngineRecordsClient
 from rebalance.weights.disk.offered_records import OfferedRecords
 from rebalance.weights.disk.record_file import RecordOrigin
-from rebalance.weights.link.link_settings import HostLinkSettings
 from rebalance.weights.link.secret import Secret
 from runtime.memory import PAGE_BYTES, SharedArena, digest
 from tests.support.limits import NEVER_S
@@ -84,7 +83,7 @@ def test_record_that_one_rank_offers_is_read_by_another(library: EngineRecords) 
         assert second.lacks(RECORDS, deadline_s=NEVER_S) == []
         kept = reader(second)
         assert torch.equal(kept.bring(1, 2), record_of((1, 2)))
-        assert kept.figures.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": 0}
+        assert kept.figures.bytes_by_source == {"host": PAGE_BYTES, "disk": 0}
 
 
 def test_record_that_nobody_has_offered_is_refused(library: EngineRecords) -> None:
@@ -123,7 +122,7 @@ def test_damaged_memory_is_replaced_by_the_disk_or_refused(
 def test_full_memory_leaves_further_offers_to_the_disk(
     library: EngineRecords, settings: HostCacheSettings
 ) -> None:
-    library._settings = replace(settings, mode="hot", records=2)
+    library._settings = replace(settings, records=2)
     with closing(attached()) as client:
         assert offered(client, RECORDS) == ["memory"] * 2 + ["disk"] * 4
 
@@ -137,7 +136,7 @@ def test_full_memory_leaves_further_offers_to_the_disk(
 def test_record_without_a_disk_is_never_evicted(
     library: EngineRecords, settings: HostCacheSettings
 ) -> None:
-    library._settings = replace(settings, mode="hot", records=2)
+    library._settings = replace(settings, records=2)
     with closing(attached()) as client:
         assert offered(client, RECORDS) == ["memory"] * 2 + [""] * 4
 
@@ -178,25 +177,6 @@ def test_two_hosts_share_a_folder_and_write_files_of_their_own(tmp_path: Path) -
         for record in RECORDS:
             assert torch.equal(kept.bring(*record), record_of(record))
     for part in (*clients, *servers):
-        part.close()
-
-
-def test_host_reads_what_another_host_was_offered(tmp_path: Path) -> None:
-    pid = os.getpid()
-    hosts = [(f"127.{1 + pid % 250}.{1 + pid // 250 % 250}.{n}", 23716) for n in (240, 241)]
-    links = HostLinkSettings(hosts, secret=SECRET.key, silence_s=NEVER_S, deadline_s=NEVER_S)
-    places = [replace(PLACE, name=f"{PLACE.name}-host{host}") for host in range(2)]
-    servers = [
-        EngineRecords(place, HostCacheSettings(links=replace(links, listen=address)))
-        for place, address in zip(places, hosts, strict=True)
-    ]
-    first, second = (EngineRecordsClient(place, ORIGIN, deadline_s=NEVER_S) for place in places)
-    offered(first, RECORDS)
-
-    kept = reader(second)
-    assert torch.equal(kept.bring(0, 2), record_of((0, 2)))
-    assert kept.figures.bytes_by_source == {"host": PAGE_BYTES, "disk": 0, "other_host": PAGE_BYTES}
-    for part in (first, second, *servers):
         part.close()
 
 

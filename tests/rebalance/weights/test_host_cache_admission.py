@@ -121,8 +121,7 @@ def test_client_that_proves_nothing_is_closed_at_the_deadline(
         b"key",
         hello=dict,
         serve=lambda wire: None,
-        silence_s=NEVER_S,
-        handshake_s=0.5,
+        silence_s=0.5,
     )
     with closing(listener), socket.socket(socket.AF_UNIX) as slow:
         slow.connect(address.socket)

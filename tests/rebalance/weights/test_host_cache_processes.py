@@ -249,7 +249,7 @@ def test_host_cache_killed_while_writing_leaves_complete_records(
 ) -> None:
     path = tmp_path / "records"
     for number in range(5):
-        settings = HostCacheSettings(mode="ring", records=4, record_file=path)
+        settings = HostCacheSettings(records=4, record_file=path)
         address, process, _ = start(settings)
         with closing(HostCacheClient(address, 8, 4096, deadline_s=NEVER_S)) as reader:
             for record in EVERYTHING[: 3 * number + 1]:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,6 @@ from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
-from rebalance.weights.link.link_settings import RankLinkSettings
-from rebalance.weights.rank_link import GroupName, OtherRanks, Served, serve_slots
 from rebalance.weights.sources import HOST, MappedSlots, Place, WeightSources, map_peers
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank
@@ -242,7 +239,7 @@ class Pulling:
 
     def at_peer(self, slot: int) -> Place:
         """A slot of rank 1, the way it is read from here."""
-        return Place(Source.PEER, 1, slot, is_far=1 in self.sources.reachable)
+        return Place(Source.PEER, 1, slot)
 
     def pull(self, record: Record, place: Place) -> torch.Tensor:
         """A whole record, in three chunks."""
@@ -253,22 +250,15 @@ class Pulling:
         return into
 
 
-GROUP = GroupName("run", 0)
-
-
 @contextmanager
 def peer_process(
-    schema: ExpertSchema, asked_at: RankLinkSettings | None = None
+    schema: ExpertSchema,
 ) -> Iterator[tuple[str, Callable[[int, int, int], object]]]:
     """Rank 1 as a process: the handle of its bank, and a way to have it write a slot."""
     ours, theirs = FORK.Pipe()
 
     def serve() -> None:
         bank = ExpertBank(schema, 2, 3, num_staging=4)
-        if asked_at is not None:
-            threading.excepthook = threading.__excepthook__  # pytest's keeps what it hears
-            served = Served(np.full((2, 3), 3, dtype=np.int32), 0, is_open=True)
-            serve_slots(asked_at, 1, GROUP, bank, lambda: served)
         theirs.send(bank.handle)
         while True:
             layer, slot, byte = theirs.recv()
@@ -286,7 +276,7 @@ def peer_process(
     process.join()
 
 
-@pytest.fixture(params=["shared memory", "network", "local"])
+@pytest.fixture(params=["shared memory", "local"])
 def pulling(
     request: pytest.FixtureRequest,
     small_model: ModelShape,
@@ -304,18 +294,7 @@ def pulling(
     address = HostCacheAddress(f"test-{os.getpid()}-pull", os.urandom(16))
     host_cache = HostCacheServer.of_checkpoint(address, small_checkpoint, small_model, small_schema)
     reader = HostCacheClient(address, 8, small_schema.record_bytes, deadline_s=NEVER_S)
-    addresses = tuple((f"127.{1 + os.getpid() % 250}.77.{rank + 1}", 23721) for rank in range(2))
-    links = RankLinkSettings(addresses, secret=b"of ranks that are tested")
-    is_far = request.param == "network"
-    with peer_process(small_schema, links if is_far else None) as (handle, write):
-        if is_far:
-            others = OtherRanks(links, 0, GROUP, small_schema.record_bytes)
-            made = WeightSources(MappedSlots(0, mine), reader, others)
-            yield Pulling(made, mine, write)
-            made.close()
-            reader.close()
-            host_cache.close()
-            return
+    with peer_process(small_schema) as (handle, write):
         # Rank 2 is on another host: its handle means nothing here and must not be opened.
         handles = {0: mine.handle, 1: handle, 2: "/proc/1/fd/none"}
         slots = MappedSlots(0, mine, map_peers(0, TOPOLOGY, mine, handles.__getitem__))
@@ -346,13 +325,10 @@ def test_peer_s_slot_is_read_as_it_is_at_that_moment(pulling: Pulling) -> None:
 
 
 def test_unreachable_peer_is_an_error_with_a_reason(pulling: Pulling) -> None:
-    sources = pulling.sources
-    assert sources.readable | sources.reachable == {0, 1}
+    assert pulling.sources.readable == {0, 1}
 
-    for is_far, way in ((False, "read"), (True, "asked")):
-        refusal = f"layer 0 expert 3: rank 2 cannot be {way} by this rank"
-        with pytest.raises(MigrationError, match=refusal):
-            pulling.pull((0, 3), Place(Source.PEER, 2, 0, is_far=is_far))
+    with pytest.raises(MigrationError, match="layer 0 expert 3: rank 2 cannot be read by this"):
+        pulling.pull((0, 3), Place(Source.PEER, 2, 0))
 
 
 def test_record_is_preloaded_from_disk_once_and_then_copied(

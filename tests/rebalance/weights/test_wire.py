@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 
 import pytest
 
 from eplb.errors import MigrationError
-from rebalance.weights.link.listener import MAX_CLIENTS, ConnectionListener, listen
+from rebalance.weights.link.listener import ConnectionListener
+from rebalance.weights.link.local import listen_under
 from rebalance.weights.link.wire import (
     MAX_PROOF_BYTES,
     DisconnectedError,
     Message,
-    RefusedError,
     Wire,
     client_handshake,
-    connect,
 )
 from tests.support.limits import NEVER_S
 
@@ -35,31 +35,37 @@ def framed(text: bytes) -> bytes:
 
 
 @pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = free.getsockname()[:2]
+def address() -> Iterator[str]:
+    address = f"\0test-wire-{os.getpid()}"
+    listening = listen_under(address)
+    assert listening is not None
     listener = ConnectionListener(
-        listen(address, "rank"),
+        listening,
         "rank",
         PROTOCOL,
         SECRET,
         hello=lambda: {"rank": 7},
         serve=lambda wire: None,
         silence_s=NEVER_S,
-        handshake_s=NEVER_S,
     )
     yield address
     listener.close()
 
 
-def greeted(address: tuple[str, int], protocol: str = PROTOCOL, secret: bytes = SECRET) -> object:
-    with closing(connect(address, NEVER_S)) as end:
+def connect(address: str) -> socket.socket:
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(address)
+    return end
+
+
+def greeted(address: str, protocol: str = PROTOCOL, secret: bytes = SECRET) -> object:
+    with closing(connect(address)) as end:
         wire = Wire(end, time.monotonic() + NEVER_S, NEVER_S)
         return client_handshake(wire, secret, protocol=protocol)["rank"]
 
 
 def test_client_with_another_secret_is_refused_and_others_are_served(
-    address: tuple[str, int],
+    address: str,
 ) -> None:
     with pytest.raises(MigrationError, match="the secrets differ"):
         greeted(address, secret=b"found on a street corner")
@@ -67,17 +73,7 @@ def test_client_with_another_secret_is_refused_and_others_are_served(
     assert greeted(address) == 7
 
 
-def test_clients_beyond_the_limit_are_refused_with_a_reason(address: tuple[str, int]) -> None:
-    with ExitStack() as stack:
-        for _ in range(MAX_CLIENTS):
-            silent = stack.enter_context(closing(connect(address, NEVER_S)))
-            assert silent.recv(1), "it was not greeted"
-
-        with pytest.raises(RefusedError, match=f"{MAX_CLIENTS} clients"):
-            greeted(address)
-
-
-def test_client_of_another_protocol_version_is_refused(address: tuple[str, int]) -> None:
+def test_client_of_another_protocol_version_is_refused(address: str) -> None:
     with pytest.raises(MigrationError, match="'test-1', expected 'test-2'"):
         greeted(address, "test-2")
 
@@ -119,9 +115,9 @@ def test_wire_receives_while_another_thread_sends() -> None:
 
 @pytest.mark.parametrize("text", [DEEP, DEEPER, b'{"a":' * 90, b"1" * 5000, b"\xff\xfe[\0"])
 def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
-    address: tuple[str, int], text: bytes
+    address: str, text: bytes
 ) -> None:
-    with closing(connect(address, NEVER_S)) as stranger:
+    with closing(connect(address)) as stranger:
         stranger.sendall(framed(text))
         with suppress(OSError):  # the listener may have closed the connection by now
             stranger.shutdown(socket.SHUT_WR)
@@ -135,8 +131,8 @@ def test_listener_closes_on_a_hostile_frame_before_the_secret_and_serves_on(
     assert greeted(address) == 7
 
 
-def test_listener_reads_no_frame_above_the_size_of_a_proof(address: tuple[str, int]) -> None:
-    with closing(connect(address, NEVER_S)) as stranger:
+def test_listener_reads_no_frame_above_the_size_of_a_proof(address: str) -> None:
+    with closing(connect(address)) as stranger:
         stranger.sendall(struct.pack("!I", MAX_PROOF_BYTES + 1))  # and none of its bytes
         stranger.settimeout(None)
         with stranger.makefile("rb") as said:
@@ -150,9 +146,7 @@ def test_listener_reads_no_frame_above_the_size_of_a_proof(address: tuple[str, i
 def test_client_rejects_a_hostile_frame_of_a_false_listener(turn: str, text: bytes) -> None:
     hello = json.dumps({"protocol": PROTOCOL, "nonce": "0"}).encode()
     words = framed(text) if turn == "first" else framed(hello) + framed(text)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        client = connect(listening.getsockname()[:2], NEVER_S)
-        false, _ = listening.accept()
+    false, client = socket.socketpair()
     with false, client:
         false.sendall(words)
         false.shutdown(socket.SHUT_WR)

@@ -17,9 +17,10 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Pace, build_migration
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.group import join_votes
-from rebalance.assembly.rank import BuiltRank, build_rank, committed_placement
+from rebalance.assembly.rank import build_rank
+from rebalance.assembly.survivors import committed_placement
+from rebalance.rank.rank import Rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.experts import ExpertBank, ExpertSchema
@@ -63,50 +64,43 @@ class Embedded:
 def serve(rank: int, num_ranks: int, setup: EngineSetup) -> Embedded:
     """Serve until the migration is committed on every rank."""
     host = int(setup.topology.host_of_rank[rank])
-    place = RankPlace(
-        rank,
-        setup.run,
-        setup.topology,
-        join_votes(setup.config.network),
-        torch.device("cuda", rank) if setup.on_gpus else torch.device("cpu"),
-        setup.host_caches[host],
-    )
+    device = torch.device("cuda", rank) if setup.on_gpus else torch.device("cpu")
+    group = join_votes(setup.config, setup.topology, run=setup.run, device=device)
     experts = own_weights(rank, setup) if setup.has_own_weights else setup.schema
-    built = build_rank(setup.config, place, setup.model, experts, setup.store)
+    cache = setup.host_caches[host]
+    built = build_rank(setup.config, group, cache, setup.model, experts, setup.store)
     # On GPUs the measurement is a CUDA graph, which a loop on the host cannot be captured in.
     made = GroupedExperts(built.bank, usual_rows=64) if setup.on_gpus else LoopExperts(built.bank)
     built.measure_experts(made)
-    built.agent.start()
+    built.start()
     num_steps = run_steps(rank, setup, built)
     found = Embedded(
         sorted({"api", "fastapi", "typer"} & sys.modules.keys()),
-        built.agent.placement.generation,
-        num_wrong_slots(rank, setup, built.bank, built.agent.placement),
-        built.agent.figures.experts_moved,
+        built.placement.generation,
+        num_wrong_slots(rank, setup, built.bank, built.placement),
+        built.figures.experts_moved,
         num_steps,
-        dict(built.agent.describe().detail["bytes_by_source"]),
+        dict(built.describe().detail["bytes_by_source"]),
     )
     built.close()
     return found
 
 
-def run_steps(rank: int, setup: EngineSetup, built: BuiltRank) -> int:
+def run_steps(rank: int, setup: EngineSetup, built: Rank) -> int:
     """The engine's loop; returns how many forward passes it ran."""
     random = torch.Generator().manual_seed(rank)
     step = 0
-    while built.agent.step(step, "decode"):
+    while built.step(step, "decode"):
         forward(rank, setup, built, random, step)
         step += 1
         if rank == 0 and step == PUBLISH_AT:
             publish(setup, built)
-        if built.agent.placement.hash == setup.target.hash and built.agent.phase == "idle":
-            built.agent.request_halt()
+        if built.placement.hash == setup.target.hash and built.phase == "idle":
+            built.request_halt()
     return step
 
 
-def forward(
-    rank: int, setup: EngineSetup, built: BuiltRank, random: torch.Generator, step: int
-) -> None:
+def forward(rank: int, setup: EngineSetup, built: Rank, random: torch.Generator, step: int) -> None:
     """Route tokens in every layer, and count what each slot receives."""
     own = setup.topology.slots_on(rank)
     for layer in range(setup.model.num_layers):
@@ -118,9 +112,9 @@ def forward(
         built.counter.add(layer, received[own].to(torch.int32))
 
 
-def publish(setup: EngineSetup, built: BuiltRank) -> None:
+def publish(setup: EngineSetup, built: Rank) -> None:
     """Stand in for the controller: one migration, copied through the staging ring."""
-    base, plan_id = built.agent.placement, built.store.next_plan_id()
+    base, plan_id = built.placement, built.store.next_plan_id()
     pace = Pace(staging_experts=setup.config.staging_experts)
     built.store.publish(
         build_migration(base, setup.target, setup.topology, plan_id=plan_id, pace=pace)

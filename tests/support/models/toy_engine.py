@@ -45,7 +45,7 @@ def reference(weights, layer, tokens, chosen, shares):
 
 def serve(rank):
     """The engine's loop; ends when any rank requests it."""
-    model, here = rank.deployment.model, rank.place.rank
+    model, here = rank.deployment.model, rank.number
     weights = Checkpoint(rank.deployment.checkpoint).reference_weights()
     dispatcher, experts = rank.all_to_all(), LoopExperts(rank.bank)
     layers = [
@@ -53,9 +53,9 @@ def serve(rank):
         for layer in range(model.num_layers)
     ]
     number, checked, wrong, shown = 0, 0, 0, -1
-    while rank.agent.step(number, "decode"):  # before every forward pass
-        if here == 0 and rank.agent.placement.generation != shown:
-            shown = rank.agent.placement.generation
+    while rank.step(number, "decode"):  # before every forward pass
+        if here == 0 and rank.placement.generation != shown:
+            shown = rank.placement.generation
             print(f"engine: generation {shown} serves, {wrong} of {checked} wrong", flush=True)
         tokens, chosen, shares = batch(model, number, here)
         for layer, moe in enumerate(layers):
@@ -76,8 +76,8 @@ except EplbError as exc:  # one sentence; eplb launch tries again unless the sta
     print(f"engine: {exc}", file=sys.stderr)
     sys.exit(exc.rank_exit_status)
 for one in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(one, lambda *_: rank.agent.request_halt())  # all ranks end at one step
-rank.agent.start()
+    signal.signal(one, lambda *_: rank.request_halt())  # all ranks end at one step
+rank.start()
 try:
     serve(rank)
 except BrokenGroup as exc:  # a rank died: agree with the others, and end; eplb launch starts all

@@ -13,9 +13,9 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Pace, build_migration
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.experts import RankPlace
 from rebalance.assembly.group import join_votes
-from rebalance.assembly.rank import BuiltRank, build_rank
+from rebalance.assembly.rank import build_rank
+from rebalance.rank.rank import Rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime import AllToAllDispatcher, Checkpoint
 from runtime.model.transformers import library_schema, prove_experts, serve_experts
@@ -60,27 +60,27 @@ def _serve(rank: int, topology: Topology, setup: ModelSetup) -> Served:
     model = copy.deepcopy(setup.model)
     checkpoint = Checkpoint(setup.folder)
     schema = library_schema(model, checkpoint)
-    groups = join_votes(setup.config.network)
-    place = RankPlace(rank, setup.run, topology, groups, torch.device("cpu"), setup.cache)
-    built = build_rank(setup.config, place, checkpoint.model_shape(), schema, setup.store)
-    num_proved = prove_experts(model, built.bank, built.agent.held())
-    dispatcher = AllToAllDispatcher(topology, groups.tokens, rank, built.counter)
+    group = join_votes(setup.config, topology, run=setup.run)
+    shape = checkpoint.model_shape()
+    built = build_rank(setup.config, group, setup.cache, shape, schema, setup.store)
+    num_proved = prove_experts(model, built.bank, built.held())
+    dispatcher = AllToAllDispatcher(topology, group.tokens, rank, built.counter)
     serve_experts(model, built.bank, built.table, dispatcher, rank=rank)
-    built.agent.start()
+    built.start()
     found = _run_steps(rank, setup, topology, built, model)
-    moved = built.agent.figures.experts_moved
+    moved = built.figures.experts_moved
     built.close()
     return Served(setup.name, num_proved, *found[:2], moved, *found[2:])
 
 
 def _run_steps(
-    rank: int, setup: ModelSetup, topology: Topology, built: BuiltRank, model: Any
+    rank: int, setup: ModelSetup, topology: Topology, built: Rank, model: Any
 ) -> tuple[dict[int, float], float, int, int]:
     random = torch.Generator().manual_seed(rank)
     vocabulary = int(model.config.vocab_size)
     errors, largest = dict[int, float](), 0.0
     step, num_while_moving, since_last = 0, 0, 0
-    agent = built.agent
+    agent = built
     while agent.step(step, "mixed"):
         ids = torch.randint(vocabulary, NUM_TOKENS, generator=random)
         with torch.inference_mode():  # not around the builders: the mover writes what they make
@@ -99,9 +99,9 @@ def _run_steps(
     return errors, largest, step, num_while_moving
 
 
-def _publish_next(setup: ModelSetup, topology: Topology, built: BuiltRank) -> None:
+def _publish_next(setup: ModelSetup, topology: Topology, built: Rank) -> None:
     """Stand in for the controller."""
-    base = built.agent.placement
+    base = built.placement
     if base.generation < len(setup.targets):
         target = setup.targets[base.generation]
         pace = Pace(staging_experts=setup.config.staging_experts)
