@@ -31,8 +31,6 @@ CUDA_DEFAULTS: dict[str, Any] = {
     "model.intermediate": 1408,
     "model.precision": "bfloat16",
 }
-CHAOS_DEFAULTS: dict[str, Any] = {"agent.serve_on": True}
-CHAOS_LOST = 2  # ranks; the others have a slot for every expert, and one to spare
 TOKENS_PER_RANK = {"cpu": 256, "cuda": 128}
 
 
@@ -54,9 +52,6 @@ class Options:
         int, typer.Option(min=1, max=10**9, help="Steps between two reference checks.")
     ] = 8
     dispatcher: Annotated[str, typer.Option(help="cuda: auto, or a name.")] = "auto"
-    chaos: Annotated[
-        bool, typer.Option("--chaos", help="Kill ranks and processes, cut links, serve on.")
-    ] = False
     serve: Annotated[bool, typer.Option("--serve", help="Serve until interrupted.")] = False
     resume: Annotated[bool, typer.Option("--resume", help="Start from the last placement.")] = False
     view: Annotated[

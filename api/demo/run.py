@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +24,6 @@ from rich.console import Console
 
 from api.cli.options import ReportOptions
 from api.config.tree import Settings
-from api.demo.chaos import Chaos, summary_of
 from api.demo.checking import CheckedStep, checks_in
 from api.demo.options import Options
 from api.demo.setup import Prepared, begin, check_settings, prepare
@@ -46,7 +45,6 @@ from api.processes.commands import (
 )
 from api.processes.supervision import note_in
 from api.terminal.live import LiveView, look_at
-from api.terminal.picture import Look
 from eplb.errors import RankError, StoreError
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.state.events import OUTAGE, REGROUPED, outage_of
@@ -116,7 +114,6 @@ class Demo:
         self._runs: list[str] = []  # starts of the ranks that have served
         self._num_ranks = 0  # number of ranks that serve in the latest start
         self._launchers: list[Command] = []
-        self._chaos: Chaos | None = None
 
     def start(self) -> None:
         """Start every command, and wait until all ranks serve.
@@ -142,8 +139,7 @@ class Demo:
         self._look_until(
             lambda: all(cache.supervised.was_ready for cache in caches), "the host caches"
         )
-        module = "api.demo.chaos" if self._options.chaos else "api.demo.engine"
-        ranks = ("--module", module, "--", engine)
+        ranks = ("--module", "api.demo.engine", "--", engine)
         self._launchers = [
             add(
                 f"the launcher of host {host}",
@@ -160,16 +156,6 @@ class Demo:
         address = f"[{http.host}]" if ":" in http.host else http.host
         self._console.print(f"eplb demo: {scheme}://{address}:{http.port}", highlight=False)
         self._look_until(lambda: bool(self._runs), "the ranks")
-        if self._options.chaos:
-            self._chaos = Chaos(
-                self._store,
-                self._launchers,
-                caches,
-                serve,
-                self._options.seconds / 6,
-                self._options.seed,
-                lambda: len(self._runs),
-            )
 
     def end(self) -> None:
         """End every process that still runs."""
@@ -185,12 +171,11 @@ class Demo:
         failure: BaseException | None = None
         reports: list[RankReport] = []
         try:
-            with LiveView(self._shown, view=self._options.view, console=self._console):
+            view = self._options.view
+            with LiveView(partial(look_at, self._monitor), view=view, console=self._console):
                 try:
-                    while self._options.serve or time.monotonic() < until or self._is_in_chaos:
+                    while self._options.serve or time.monotonic() < until:
                         self._look()
-                        if self._chaos is not None:
-                            self._chaos.look()
                 except KeyboardInterrupt:
                     self._console.print("interrupted: halting the ranks", highlight=False)
                 self._halt()
@@ -203,16 +188,6 @@ class Demo:
             raise failure
         self._given.give(summary, lambda: self._console.print(render_summary(summary)))
         return summary
-
-    def _shown(self) -> Look:
-        seen, chaos = look_at(self._monitor), self._chaos
-        if chaos is None:
-            return seen
-        return replace(seen, anomalies=[*chaos.latest(), *seen.anomalies])
-
-    @property
-    def _is_in_chaos(self) -> bool:
-        return self._chaos is not None and not self._chaos.is_over
 
     def _look_until(self, is_reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_DEADLINE_S
@@ -318,7 +293,6 @@ class Demo:
             "deaths": deaths,
             "unserved_s": round(unserved_s, 2),
             "missing": missing,
-            **summary_of(self._chaos.faults if self._chaos is not None else ()),
         }
 
     def _restarts(self) -> dict[str, int]:

@@ -186,10 +186,6 @@ def check_settings(options: Options, settings: Settings) -> None:
             f"model.hidden is {model.hidden}, expected a multiple of {NUM_HEADS}, the number of "
             "attention heads"
         )
-    if options.chaos and device == "cuda":
-        raise ConfigError(
-            "--chaos with topology.device cuda, expected cpu: only CPU ranks are known to serve on"
-        )
     if options.trace is not None and options.text:
         raise ConfigError("--trace and --text are given, expected one of them")
     tokens = options.tokens_per_rank

@@ -13,12 +13,10 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
 
-from api.demo.chaos import Fault
 from api.demo.checking import CheckedStep
 from api.demo.engine import EngineFile
 from api.deploy.deployment import Deployment
 from api.monitor.state import Reading, WindowScore
-from eplb.errors import counted
 
 FINAL_WINDOWS = 5
 
@@ -136,9 +134,7 @@ def render_summary(summary: Mapping[str, Any]) -> Group:
     table.add_column()
     for name, text in _lines(summary):
         table.add_row(name, text)
-    num_faults = len(summary.get("faults", ()))
     is_good = summary["reference_failures"] == 0 and summary["samples_lost"] == 0
-    is_good &= summary.get("faults_survived", 0) == num_faults
     style = "green" if is_good else "red"
     title = _verdict(summary) if is_good else "something went wrong"
     return Group(Panel(table, title=f"eplb demo: {title}", border_style=style, expand=False))
@@ -148,8 +144,6 @@ def _verdict(summary: Mapping[str, Any]) -> str:
     """The title of the summary; it names only what was checked."""
     claims = ["rebalanced"] * bool(summary["rebalances"])
     claims += ["every answer right"] * bool(summary["reference_checks"])
-    if faults := summary.get("faults"):
-        claims.append(f"{counted(len(faults), 'fault')} survived")
     return ", and ".join(claims) or "nothing was checked"
 
 
@@ -185,8 +179,7 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             "(steps and samples: since then)"
         )
     form = _KnownFigures()
-    shown = [(name, form.vformat(text, (), summary)) for name, text in lines.items()]
-    return shown + [("fault", Fault(**one).text) for one in summary.get("faults", ())]
+    return [(name, form.vformat(text, (), summary)) for name, text in lines.items()]
 
 
 class _KnownFigures(Formatter):

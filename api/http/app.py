@@ -5,8 +5,7 @@
     /deployments/NAME/...               the same, of another deployment
 
 Queries read the store, and requests are written to it. Access checks and limits are in
-``api/http/guard.py`` and ``api/http/connections.py``. The two probes take no thread and never wait
-for the store.
+``api/http/guard.py``. The two probes take no thread and never wait for the store.
 """
 
 from __future__ import annotations

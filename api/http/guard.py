@@ -1,13 +1,14 @@
 """Checks of a request before a handler runs.
 
 ``Guard`` needs neither the store nor a thread: the host must be a loopback name, the body small and
-complete, and the number of requests in progress below the limit. ``check_request`` checks by route:
-query parameters must be known, and a change of state must be JSON and not sent by a page of another
-site. A page can send JSON to another origin only after a preflight, which fails here.
+complete in time, and the number of requests in progress below the limit. ``check_request`` checks
+by route: query parameters must be known, and a change of state must be JSON and not sent by a page
+of another site. A page can send JSON to another origin only after a preflight, which fails here.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -27,10 +28,10 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 class HttpLimits:
     """Limits of connections and of requests."""
 
-    max_connections: int = 256
+    max_connections: int = 256  # beyond it, those without a whole request are closed
     max_requests: int = 32  # requests in progress; anyio has 40 threads: none waits for a thread
     max_body_bytes: int = 65_536
-    request_deadline_s: float = 10.0  # deadline for headers and body of a request
+    request_deadline_s: float = 10.0  # deadline for the headers, and another for the body
     # Streams of events take no thread; they must leave connections for requests.
     max_streams: int = 128
     stream_s: float = 600.0  # then a stream ends, and its client connects again
@@ -65,13 +66,17 @@ class Guard:
             await problem(*refused)(scope, receive, send)
             return
         # Before it counts as in progress: half-sent bodies take no place from whole requests.
-        most_bytes, body, is_whole = self._limits.max_body_bytes, b"", False
-        while not is_whole and len(body) <= most_bytes:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            is_whole = not message.get("more_body", False)
+        most_bytes, deadline_s = self._limits.max_body_bytes, self._limits.request_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                body = await _body_of(receive, most_bytes)
+        except TimeoutError:
+            detail = f"not whole after {deadline_s:g} s, expected it to be"
+            closing = {"Connection": "close"}
+            await problem(ProblemType.REQUEST_TOO_SLOW, detail, closing)(scope, receive, send)
+            return
+        if body is None:
+            return
         if len(body) > most_bytes:
             detail = f"more than {most_bytes} bytes of body, expected fewer"
             await problem(ProblemType.BODY_TOO_LARGE, detail)(scope, receive, send)
@@ -105,6 +110,18 @@ class Guard:
             detail = f"a body of {length[:20]} bytes, expected at most {most_bytes}"
             return ProblemType.BODY_TOO_LARGE, detail
         return None
+
+
+async def _body_of(receive: Receive, most_bytes: int) -> bytes | None:
+    """The body of a request, not read on beyond a limit; None: the client has gone."""
+    body, is_whole = b"", False
+    while not is_whole and len(body) <= most_bytes:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        is_whole = not message.get("more_body", False)
+    return body
 
 
 def _without_body(send: Send) -> Send:

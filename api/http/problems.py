@@ -37,7 +37,7 @@ class ProblemType(Enum):
     REQUEST_TOO_SLOW = (
         408,
         "Request too slow",
-        "its headers and body have not arrived within 10 s; the connection is closed",
+        "its body has not arrived within 10 s; the connection is closed",
     )
     MOVEMENT_OFF = (
         409,
@@ -96,8 +96,7 @@ class ProblemType(Enum):
     OTHER_SHAPE = (
         409,
         "Another shape",
-        "a placement of another model or other ranks than the current run, or a range of load "
-        "over runs of several shapes",
+        "a placement of another model or other ranks than the current run",
     )
     NOT_EXPRESSIBLE = 409, "Not expressible", "the engine's format cannot express the placement"
     IMPOSSIBLE_PIN = (
@@ -145,7 +144,6 @@ class ProblemType(Enum):
         "a parameter, a header or the body has a value that is not accepted, or an unknown name",
     )
     KEY_REUSED = 422, "Idempotency key reused", "the key was used for another body"
-    TOO_MUCH_LOAD = 422, "Too much load", "the load matrix would be larger than its format may be"
     PRECONDITION_REQUIRED = (
         428,
         "Precondition required",
@@ -161,7 +159,7 @@ class ProblemType(Enum):
     TOO_BUSY = (
         503,
         "Too busy",
-        "too many requests, event streams or load matrices are in progress; see `Retry-After`",
+        "too many requests or event streams are in progress; see `Retry-After`",
     )
     AUDIT_UNAVAILABLE = (
         503,

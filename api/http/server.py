@@ -11,12 +11,12 @@ import socket
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import h11
 import uvicorn
 
 from api.config.certificate import Certificate
-from api.http.connections import BoundedConnection
 from api.http.deployments import Deployments
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from eplb.errors import ConfigError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.01
+WHOLE = (h11.DONE, h11.MUST_CLOSE)  # states of a connection whose request has come, to be answered
 # asyncio accepts as many connections at once as its backlog is long, before any of them is counted.
 ACCEPTED_AT_ONCE = 64
 KERNEL_BACKLOG = 1024  # connections that wait in the kernel until they are accepted
@@ -64,8 +65,7 @@ class HttpService:
             check_certificate(certificate)  # in uvicorn's thread a failure would be a traceback
         config = uvicorn.Config(
             app,
-            # uvicorn calls it as it would the class.
-            http=partial(BoundedConnection, limits=limits),  # type: ignore[arg-type]
+            http="h11",  # whose state ``_Server`` reads
             ws="none",
             proxy_headers=False,  # a client must not name its own address
             backlog=ACCEPTED_AT_ONCE,
@@ -77,7 +77,7 @@ class HttpService:
             ssl_certfile=certificate.chain if certificate else None,
             ssl_keyfile=certificate.key if certificate else None,
         )
-        self._server = _Server(config, limits)
+        self._server, self._limits = _Server(config, limits), limits
         self._streams: Deployments | None = app.state.streams
         self._bound = bound
         self._thread: threading.Thread | None = None
@@ -96,6 +96,9 @@ class HttpService:
     def start(self) -> None:
         """Bind, and return once requests are answered."""
         bound = self._bound or bound_socket(self._host, self._port)
+        # The kernel closes a connection whose client does not read; accepted ones inherit it.
+        unread_ms = max(1, int(self._limits.unread_deadline_s * 1000))
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         self._port = bound.getsockname()[1]
         self._thread = threading.Thread(
             target=self._server.run, args=([bound],), name="eplb-http", daemon=True
@@ -129,17 +132,38 @@ class HttpService:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with a deadline for the handshake of TLS: asyncio's own is 60 s."""
+    """uvicorn's, which alone lets silent clients take all descriptors of the process.
+
+    uvicorn has a deadline for connections between two requests, and none for the first; beyond
+    ``limit_concurrency`` it refuses everyone. Here a connection without a whole request is closed
+    after the deadlines of headers and body, and at once, the oldest first (by tenths of a second),
+    where there are too many. A proxy has finer limits (docs/security.md).
+    """
 
     def __init__(self, config: uvicorn.Config, limits: HttpLimits) -> None:
         super().__init__(config)
-        self._handshake_s = limits.request_deadline_s
+        self._limits = limits
+        self._since: dict[Any, float] = {}  # connection without a whole request -> first seen
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections that keep others out; uvicorn calls this ten times a second."""
+        now, connections = time.monotonic(), self.server_state.connections
+        unserved = (one for one in connections if one.conn.their_state not in WHOLE)  # type: ignore[union-attr]
+        self._since = {one: self._since.get(one, now) for one in unserved}
+        num_excess = len(connections) - self._limits.max_connections
+        until = now - 2 * self._limits.request_deadline_s
+        oldest = sorted(self._since, key=self._since.__getitem__)
+        for number, one in enumerate(oldest):
+            if number < num_excess or self._since[one] < until:
+                one.transport.abort()
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; a connection counts among the open ones once its handshake is complete."""
         if self.config.is_ssl:
             loop = asyncio.get_running_loop()
-            listen = partial(loop.create_server, ssl_handshake_timeout=self._handshake_s)
+            deadline_s = self._limits.request_deadline_s  # asyncio's own is 60 s
+            listen = partial(loop.create_server, ssl_handshake_timeout=deadline_s)
             loop.create_server = listen  # type: ignore[method-assign]
         await super().startup(sockets)
 

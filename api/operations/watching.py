@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from api.http.problems import ProblemType, Refused
 from api.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.operations.declaration import (
-    JSON,
     MAX_ID,
     MAX_INDEX,
     V1,
@@ -117,40 +116,6 @@ OfRank = Annotated[
 ]
 Time = Meaning("seconds since the epoch", at_least=0, at_most=1e11)
 End = Meaning("seconds since the epoch, not included; null: now", at_least=0, at_most=1e11)
-
-
-@operation(
-    f"GET {V1}/load/matrix",
-    answer="api.http.load_files:LoadMatrix",
-    problems=(ProblemType.OTHER_SHAPE, ProblemType.TOO_MUCH_LOAD),
-    media_types={
-        JSON: {},
-        "application/x-npy": {"type": "string"},
-        "text/csv": {"type": "string"},
-    },
-)
-def load_matrix(
-    call: Call,
-    since: Annotated[float, Time],
-    until: Annotated[float | None, End] = None,
-    of: Annotated[
-        Literal["tokens", "rank_load", "windows"],
-        Meaning("tokens of experts, tokens of ranks, or the windows alone"),
-    ] = "tokens",
-    phase: Annotated[
-        Literal["prefill", "decode", "mixed"] | None, Meaning("load of this phase; null: of each")
-    ] = None,
-    format: Annotated[Literal["json", "npy", "csv"], Meaning("of the answer")] = "json",
-) -> Raw:
-    """Load over a range of time as a matrix. By expert or by rank: windows of samples, and roll-ups
-    of a minute or an hour before them. `windows` gives time, seconds, first and last step,
-    generation and missing ranks of each row.
-    """
-    from api.http.load_files import load_file
-
-    made = load_file(call.store, format, of, since=since, until=until, phase=phase)
-    call.headers["Content-Length"] = str(made.num_bytes)
-    return Raw(made.chunks(), made.media_type)
 
 
 @operation(f"GET {V1}/imbalance", answer="api.http.answers:Imbalance")

@@ -16,7 +16,7 @@ from api.monitor.state import Grade, WindowScore
 from api.terminal.picture import Look, render
 from api.terminal.printable import printable
 from eplb.errors import EplbError, counted
-from telemetry.state.events import FAULT, Event
+from telemetry.state.events import Event
 
 View = Literal["auto", "live", "plain", "off"]
 PERIOD_S = 0.5
@@ -152,8 +152,6 @@ def event_lines(event: Event) -> Iterator[str]:
         yield f"{generation} {event.kind} plan={detail.get('plan_id')} {reason}"
     elif event.kind == "control":
         yield f"movement={detail.get('movement')} observe={detail.get('observe')} {reason}"
-    elif event.kind == FAULT:
-        yield f"fault: {detail.get('message')}"
     elif event.kind == "error":
         yield f"{detail.get('where')}: {detail.get('message')}"
 

@@ -37,7 +37,6 @@ COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has 
 WAITING = "waiting"  # kind: ranks cannot start yet
 STOPPED = "stopped"  # kind: the ranks of a host ended as they were asked to
 MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
-FAULT = "fault"  # kind: injected for a trial
 RESTART = "restart"  # kind: survivors cannot serve on, and all ranks start again
 ENGINE_PLANS = "engine_plans"  # kind: an engine's own balancer plans, or its plug-in does again
 REGROUPED = "regrouped"  # kind: ranks joined or left as planned

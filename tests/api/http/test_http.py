@@ -32,7 +32,6 @@ LOOK = {"reason": "look"}
 # Of answers that are not JSON, or not JSON alone.
 MEDIA_TYPES = {
     "/metrics": ["text/plain"],
-    "/api/v1/load/matrix": ["application/json", "application/x-npy", "text/csv"],
     "/api/v1/placements/{generation}/export": [
         "application/json",
         "application/jsonl",
