@@ -364,7 +364,7 @@ class PluginProcess:
         if is_right:
             check.faulty.discard(layer)
         if self.checks is not None:  # a fault is over once its slot was looked at again
-            self.checks.look_again(layer)
+            self.checks.look_again(layer, is_right=is_right)
         return verdict
 
     def _take_replaced(self, target: ServedMap, wanted: IntArray) -> None:
