@@ -89,7 +89,7 @@ def test_decision_is_printed_in_words() -> None:
         show_events({"events": [event], "next": None})
 
     line = shown.getvalue().splitlines()[1]
-    assert line.endswith("plan  MOVE 1.150 -> 1.010, 188 moves in 0.1 s: rank 7 is drained")
+    assert line.endswith("plan  MOVE 1.150 -> 1.010, 188 moves in 100 ms: rank 7 is drained")
 
 
 LOAD = "generated:gamma:layers=2,experts=8,windows=4"
@@ -180,3 +180,23 @@ def test_bar_is_on_the_error_stream_of_a_terminal(
     with progress("windows", 2, is_shown=False):
         pass
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "option", [["--ranks", "0"], ["--nodes", "0"], ["--slots", "0"], ["--every", "0"]]
+)
+def test_simulation_of_nothing_is_refused(option: list[str]) -> None:
+    told = CliRunner().invoke(app, ["simulate", "generated:zipf:windows=2,layers=1", *option])
+
+    assert told.exit_code == 2
+    assert "greater than or equal to 1" in told.output
+
+
+def test_simulation_that_would_take_days_is_refused_before_it_begins() -> None:
+    load = "generated:zipf:windows=1000000,layers=61,experts=256"
+    told = CliRunner().invoke(app, ["simulate", load, "--ranks", "8"], catch_exceptions=True)
+
+    assert told.exit_code == 2
+    assert "1,000,000 windows of 61 layers x 256 experts, expected at most 10,000,000,000" in (
+        told.output
+    )
