@@ -27,8 +27,7 @@ def decode_json(data: bytes, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     if len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes of JSON, expected at most {max_bytes}")
     text = data.decode()  # here: the parser would guess UTF-16, in which brackets look different
-    if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
-        _check_depth(text)
+    check_depth(text)
     return json.loads(text, object_pairs_hook=_without_repeats)
 
 
@@ -44,8 +43,15 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check_depth(text: str) -> None:
-    """Peel the innermost brackets, one level or more each time, without recursion."""
+def check_depth(text: str) -> None:
+    """Refuse a text whose brackets are nested too deep for a parser.
+
+    Raises:
+        ValueError: they are.
+    """
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    # The innermost brackets are peeled, one level or more each time, without recursion.
     brackets = _NOT_BRACKET.sub("", _STRING.sub("", text))
     for _ in range(MAX_JSON_DEPTH):
         brackets = brackets.replace("[]", "").replace("{}", "")
