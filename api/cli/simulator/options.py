@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
-from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -203,7 +202,13 @@ class EngineOptions:
 
 
 @contextmanager
-def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Iterator[WindowSeries]:
+def replayed(
+    load: WindowSeries,
+    num_replays: int = 1,
+    *,
+    is_shown: bool,
+    estimated_after_s: float = ESTIMATED_AFTER_S,
+) -> Iterator[WindowSeries]:
     """Give the load, whose windows a bar counts as they are replayed.
 
     Without a terminal the error stream gets a line once the first window is replayed, so that
@@ -222,13 +227,12 @@ def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Ite
         )
     total = None if load.num_windows is None else num_replays * load.num_windows
     begin, is_logged = monotonic(), not sys.stderr.isatty()
-    estimates = iter([ESTIMATED_AFTER_S, inf])
-    estimated_after_s = next(estimates)
+    is_estimated = False
     with progress("windows", total, is_shown=is_shown) as advance:
         numbers, replays = count(1), count(1)
 
         def read() -> Iterator[Tokens]:
-            nonlocal estimated_after_s
+            nonlocal is_estimated
             for tokens in load.read():
                 yield tokens
                 number = next(numbers)
@@ -237,8 +241,8 @@ def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Ite
                     size = f"{load.num_windows or 'all'} windows, {load.num_layers} layers"
                     typer.echo(f"replays of {size} x {load.num_experts} experts", err=True)
                 seconds = monotonic() - begin
-                if is_logged and total and seconds >= estimated_after_s:
-                    estimated_after_s = next(estimates)
+                if is_logged and total and not is_estimated and seconds >= estimated_after_s:
+                    is_estimated = True
                     all_s = duration_text(seconds * total / number)
                     done = f"{number:,} of {total:,} windows after {seconds:.0f} s"
                     typer.echo(f"{done}: about {all_s} in all", err=True)
