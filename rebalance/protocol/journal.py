@@ -11,8 +11,8 @@ still queued, and at most the last line of a file is torn (power loss).
 from __future__ import annotations
 
 import json
-import os
 import logging
+import os
 import threading
 import time
 from collections import deque
