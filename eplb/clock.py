@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isinf
 
 Clock = Callable[[], float]  # seconds; they only grow, unless they are said to be of the day
 
@@ -46,11 +47,17 @@ UNITS = (  # seconds, and the name; the largest that a time reaches is shown
 )
 
 
+def figure_text(number: float) -> str:
+    """Return a number, 0 or more, for people: three figures and never an exponent."""
+    return f"{number:.3g}" if 1e-4 <= number < 999.5 or not number else f"{number:,.0f}"
+
+
 def duration_text(seconds: float) -> str:
     """Return a time for people, with three figures and never an exponent: 2.87 s, 4 min."""
+    if isinf(seconds):
+        return "without end"
     size = abs(seconds)
     unit_s, name = next((unit for unit in UNITS if size >= unit[0]), (1.0, "s"))
     figure = size / unit_s if size >= UNITS[-1][0] else 0.0
-    text = f"{figure:.3g}" if figure < 999.5 else f"{figure:,.0f}"
     sign = "-" if seconds < 0 and figure > 0 else ""
-    return f"{sign}{text} {name}"
+    return f"{sign}{figure_text(figure)} {name}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.arrays import of_type, on_host
 from eplb.core.demand import Demand, time_of
 from eplb.core.jit import FloatArray, kernel
 from eplb.core.placement import EMPTY, Placement, whole_shares
@@ -41,13 +42,14 @@ def rank_load(tokens: Load, placement: Placement, topology: Topology) -> NDArray
 def _load_by_share(
     tokens: Load, placement: Placement, share: NDArray[np.float64], topology: Topology
 ) -> NDArray[np.float64]:
+    tokens = _as_load(tokens)
+    _check_slots(placement, topology)
     expected = (placement.num_layers, placement.num_experts)
     if tokens.shape[-2:] != expected:
         raise ConfigError(
             f"load has shape {tokens.shape}, expected [..., {expected[0]} layers, {expected[1]} "
             "experts] as the placement"
         )
-    _check_slots(placement, topology)
     if tokens.size and not (tokens.min() >= 0 and tokens.max() < np.inf):
         wrong = ~((tokens >= 0) & (tokens < np.inf))
         raise HistoryError(
@@ -62,8 +64,21 @@ def _load_by_share(
     return by_rank
 
 
+def _as_load(tokens: object) -> Load:
+    """Tokens as an array of numbers, which they are nearly always."""
+    try:
+        load: Load = np.asarray(on_host(tokens))
+    except ValueError as exc:
+        raise HistoryError(f"load is no array: {exc}, expected [..., layers, experts]") from exc
+    if load.dtype.kind not in "iufb":
+        raise HistoryError(f"load has dtype {load.dtype}, expected numbers")
+    return load
+
+
 def _check_slots(placement: Placement, topology: Topology) -> None:
     """Refuse a placement of other slots: a kernel would read behind its arrays."""
+    of_type("placement", placement, Placement)
+    of_type("topology", topology, Topology)
     if placement.num_slots != topology.num_slots:
         raise ConfigError(
             f"the placement has {placement.num_slots} slots a layer, the topology has "
@@ -171,6 +186,10 @@ def lower_bound(tokens: Load, topology: Topology) -> NDArray[np.float64]:
     replica; some rank must hold that one, so largest / mean is a bound, and so is 1. An expert
     gets at most as many replicas as there are live ranks: two on one rank do not improve balance.
     """
+    of_type("topology", topology, Topology)
+    tokens = _as_load(tokens)
+    if tokens.ndim != 2:
+        raise HistoryError(f"load has shape {tokens.shape}, expected [layers, experts]")
     if topology.usable_slots.sum() < tokens.shape[1]:
         return np.ones(len(tokens))
     load = np.ascontiguousarray(tokens, np.float64)

@@ -109,15 +109,15 @@ def plan(
         topology,
         model,
         current,
-        budget or Budget(),
-        cost or CostModel(),
+        Budget() if budget is None else budget,
+        CostModel() if cost is None else cost,
         seed,
         "tokens" if objective == "auto" else objective,
-        constraints or Constraints(),
+        Constraints() if constraints is None else constraints,
         None if scenarios is None else as_scenarios(scenarios, windows.num_windows),
         dispatch,
         unseen,
-        record or Record(),
+        Record() if record is None else record,
     )
     if objective != "auto":
         return plan_for(problem, policy)

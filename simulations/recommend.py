@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from eplb.clock import figure_text
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
 from eplb.core.jit import FloatArray
@@ -401,9 +402,9 @@ class Recommendation:
             ]
         return [
             f"balancing gains {WORTH_IT:.0%} or more at each batch of the table from "
-            f"{pays[0].sequences} {unit} a rank up ({pays[0].tokens_per_expert:.4g} tokens an "
-            f"expert); at {last.sequences} it gains {last.gain:+.1%}, and the bound of any "
-            f"placement is {last.most_gain:+.1%}"
+            f"{pays[0].sequences} {unit} a rank up ({figure_text(pays[0].tokens_per_expert)} "
+            f"tokens an expert); at {last.sequences} it gains {last.gain:+.1%}, and the bound of "
+            f"any placement is {last.most_gain:+.1%}"
         ]
 
     def _second(self, second: Candidate) -> str:
@@ -491,7 +492,7 @@ def batch_table(answer: Recommendation) -> TextTable:
     rows = [
         (
             str(one.sequences),
-            f"{one.tokens_per_expert:.4g}",
+            figure_text(one.tokens_per_expert),
             *(f"{ms:.2f}" for ms in (one.none_ms, one.planned_ms, one.perfect_ms)),
             f"{one.planned_tokens_per_s:.0f}",
             f"{one.gain:+.1%}",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from eplb.clock import duration_text
 from eplb.errors import ConfigError, counted
 from simulations.replay import Replay, Scenario, labelled, noise_floor
 
@@ -125,8 +126,8 @@ def conclusions(result: dict[str, Any]) -> list[str]:
     if result["steps_per_window"] == 1 and "step_us_mean" in base:
         found.append(
             f"one step in each window: {counted(count, 'judged window')} of "
-            f"{count * base['step_us_mean'] / 1e6:.2g} s in all, in which moves hardly pay back; "
-            "--steps states the forward passes of a window where the load does not"
+            f"{duration_text(count * base['step_us_mean'] / 1e6)} in all, in which moves hardly "
+            "pay back; --steps states the forward passes of a window where the load does not"
         )
     if count < FEWEST_JUDGED:
         what = "no p95 or p99" if count == 1 else "p95 and p99 are close to the worst of them"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from enum import Enum
@@ -29,6 +29,7 @@ from api.config.tree import profile_names
 from api.deploy.deployment import Deployment, host_here, resolve
 from api.terminal.printable import printable
 from api.terminal.progress import progress
+from eplb.errors import EplbError
 from eplb.settings.loader import PROFILE_VARIABLE
 from rebalance.engines.common.fsck.report import report_of
 from rebalance.weights.link.secret import Secret
@@ -44,6 +45,13 @@ Accept = Annotated[
     typer.Option(
         "--accept-checkpoint",
         help="serve the checkpoint of this host from now on, in place of the one before",
+    ),
+]
+Weights = Annotated[
+    bool,
+    typer.Option(
+        "--weights",
+        help="also read every byte of the checkpoint, and compare with its first run",
     ),
 ]
 Engine = Annotated[
@@ -65,6 +73,7 @@ def check(
     configured: Configured,
     host: Host = None,
     accept: Accept = False,
+    weights: Weights = False,
     engine: Engine = None,
     model_config: ModelConfig = None,
     json_output: AsJson = False,
@@ -91,7 +100,24 @@ def check(
             typer.echo(printable(accepted), err=json_output)
     here, others = host_here(deployment, host), _other_profiles(configured)
     checks = chain(check_all(deployment, here), check_profiles(deployment, here, others))
+    if weights:
+        checks = chain(checks, _read_weights(deployment, here, is_shown=not json_output))
     _end(_found(checks, json_output), json_output, costs_of(deployment))
+
+
+def _read_weights(deployment: Deployment, host: int, *, is_shown: bool) -> Iterator[Finding]:
+    from api.deploy.check import Finding, as_finding
+    from api.deploy.model import check_weights
+
+    try:
+        with (
+            closing(deployment.opened_store()) as store,
+            progress("weight files", is_shown=is_shown) as advance,
+        ):
+            by = f"host {host}"
+            yield Finding("weights", check_weights(store, deployment.settings.model, by, advance))
+    except EplbError as exc:
+        yield as_finding("weights", exc)
 
 
 def _other_profiles(configured: Configured) -> dict[str, Callable[[Secret], Deployment]]:

@@ -41,7 +41,7 @@ def journal(
     state_dir: Annotated[
         Path | None, typer.Argument(help="The state folder; else that of the configuration.")
     ] = None,
-    rank: Annotated[int | None, typer.Option(max=65_536, help="One rank only.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, max=65_536, help="One rank only.")] = None,
     last: Annotated[
         int, typer.Option(min=1, max=10_000_000, help="Number of entries, the latest.")
     ] = 200,

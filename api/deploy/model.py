@@ -10,14 +10,20 @@ of two layouts would exchange wrong weights. An operator accepts another checkpo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from api.config.deployment import ModelSettings
 from eplb.core.model import ModelShape
-from eplb.errors import CheckpointError, ConfigError
-from runtime.checkpoints.identity import INDEX_FILE, SINGLE_FILE, Identity, identity_of
+from eplb.errors import CheckpointError, ConfigError, counted
+from runtime.checkpoints.identity import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Identity,
+    digest_of_bytes,
+    identity_of,
+)
 from runtime.checkpoints.model_config import CONFIG_FILE, read_config
 from telemetry.state.events import Event
 from telemetry.state.store import StateStore
@@ -30,6 +36,7 @@ OWN_PRECISION = "bfloat16"  # precision of eplb's own layout if none is set
 CHECKPOINT_EVENT = "checkpoint"
 # The store forgets old events: a start writes the identity again after so many others.
 REPEAT_AFTER = 1000
+WEIGHTS_EVENT = "weights"  # kind: digests of all bytes of a checkpoint's files
 ACCEPT = "eplb check --accept-checkpoint"
 SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
 
@@ -190,6 +197,46 @@ def accept_checkpoint(store: StateStore, weights: ModelSettings, by: str) -> str
     change = "none was stored" if known is None else _difference(known, weights, found)
     _store_checkpoint(store, weights, found, by)
     return f"accepted {folder}: {change or 'it is the one that was stored'}"
+
+
+def check_weights(
+    store: StateStore, weights: ModelSettings, by: str, advance: Callable[[int], object]
+) -> str:
+    """Read every byte of the checkpoint, compare with what was read first, and say what was found.
+
+    The first read of a checkpoint is recorded in the store, for all hosts.
+
+    Args:
+        advance: is told how many files are read.
+
+    Raises:
+        CheckpointError: bytes differ though sizes, headers and samples are the same; or it cannot
+            be read, or there is none.
+        StoreError: the store cannot be used.
+    """
+    folder = weights.checkpoint
+    if folder is None:
+        raise CheckpointError("model.checkpoint is not set, expected the checkpoint to read")
+    identity, digests = identity_of(folder), dict[str, str]()
+    for file, _, _ in identity.files:
+        digests[file] = digest_of_bytes(folder / file)
+        advance(len(digests))
+    for known in store.events_backwards({WEIGHTS_EVENT}):
+        before = Identity.parse(known.detail.get("identity"), f"store: event {known.id}")
+        if before.difference(identity, folder):
+            continue  # of another checkpoint
+        before_all = known.detail["digests"]
+        if changed := [file for file in digests if before_all.get(file) != digests[file]]:
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(known.time))
+            raise CheckpointError(
+                f"weights: {', '.join(changed)} of {folder} have other bytes than {when} "
+                f"({known.detail['by']}), of the same size and tensors; expected the same: one of "
+                "the copies is damaged"
+            )
+        return f"{folder}: every byte of {counted(len(digests), 'file')} is as it was first read"
+    detail = {"by": by, "identity": asdict(identity), "digests": digests}
+    store.add_event(WEIGHTS_EVENT, detail)
+    return f"{folder}: every byte of {counted(len(digests), 'file')} was read, for the first time"
 
 
 def _store_checkpoint(store: StateStore, weights: ModelSettings, found: Identity, by: str) -> None:

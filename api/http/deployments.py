@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Deployments:
     ) -> None:
         self.own = own
         self._others, self._serve, self._is_watching = others, serve, is_watching
+        self.streams_of: Counter[str] = Counter()  # open streams of events, by client address
         self._served = {own.name: own}  # replaced, never changed, so that readers need no lock
         self._unusable: dict[str, str] = {}  # why the store of a name cannot be opened
         self.is_closing = False  # no stream of events is accepted, and the open ones end

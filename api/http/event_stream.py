@@ -60,8 +60,13 @@ class EventStream(EventSourceResponse):
         """Send events until the client has gone, is too slow, or has had its time."""
         service, reader = self._service, self._service.reader
         most, num_open = self._limits.max_streams, self._deployments.num_streams()
+        address = (scope.get("client") or [""])[0]
+        near, most_near = self._deployments.streams_of, self._limits.max_streams_of_address
+        whose = ""
+        if near[address] >= most_near:
+            num_open, most, whose = near[address], most_near, " of one address"
         if self._deployments.is_closing or num_open >= most:
-            detail = f"{num_open} event streams are open, expected fewer than {most}"
+            detail = f"{num_open} event streams{whose} are open, expected fewer than {most}"
             refusal = problem(ProblemType.TOO_BUSY, detail, {RETRY: "10"})
             await refusal(scope, receive, send)
             return
@@ -74,6 +79,7 @@ class EventStream(EventSourceResponse):
                 loop.call_soon_threadsafe(self._news.set)
 
         service.num_streams += 1
+        near[address] += 1
         try:
             with reader.listening(wake):
                 await super().__call__(scope, receive, send)
@@ -81,6 +87,9 @@ class EventStream(EventSourceResponse):
             service.num_slow_streams += 1
         finally:
             service.num_streams -= 1
+            near[address] -= 1
+            if not near[address]:
+                del near[address]
 
     async def _events(self, after: int | None) -> AsyncIterator[bytes]:
         yield f"retry: {RETRY_MS}\n\n".encode()

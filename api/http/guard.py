@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.bodies import CLOSES, depth_refusal, framing_refusal
 from api.http.problems import ProblemType, Refused
 from api.http.refusals import place_of, problem
 
@@ -34,6 +35,7 @@ class HttpLimits:
     request_deadline_s: float = 10.0  # deadline for the headers, and another for the body
     # Streams of events take no thread; they must leave connections for requests.
     max_streams: int = 128
+    max_streams_of_address: int = 64  # a client address may have 128 connections
     stream_s: float = 600.0  # then a stream ends, and its client connects again
     unread_deadline_s: float = 20.0  # then the kernel closes a connection that is not read
 
@@ -62,7 +64,11 @@ class Guard:
             return
         if scope["method"] == "HEAD" and scope["path"] != STREAM:
             scope, send = {**scope, "method": "GET"}, _without_body(send)
-        if refused := self._refusal(Headers(scope=scope)):
+        headers = Headers(scope=scope)
+        if refused := framing_refusal(headers):
+            await problem(*refused, CLOSES)(scope, receive, send)
+            return
+        if refused := self._refusal(headers):
             await problem(*refused)(scope, receive, send)
             return
         # Before it counts as in progress: half-sent bodies take no place from whole requests.
@@ -80,6 +86,9 @@ class Guard:
         if len(body) > most_bytes:
             detail = f"more than {most_bytes} bytes of body, expected fewer"
             await problem(ProblemType.BODY_TOO_LARGE, detail)(scope, receive, send)
+            return
+        if refused := depth_refusal(body, f"{scope['method']} {scope['path'][:100]}"):
+            await problem(*refused)(scope, receive, send)
             return
         takes_thread = scope["path"] not in THREADLESS
         if takes_thread and self._under_way >= self._limits.max_requests:

@@ -28,6 +28,7 @@ from api.operations.declaration import (
 )
 from api.operations.placements import shape_of_run
 from api.operations.printing import WHY, at, line, numbers
+from eplb.clock import duration_text
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -390,7 +391,7 @@ def show_plan(found: dict[str, Any]) -> int:
         f"serve afterwards: {named_ranks(found['wanted'])}",
         f"join: {named_ranks(found['joins'])}; retire: {named_ranks(found['retires'])}",
         f"experts that have to move: {loss['uncovered']}, {loss['refill_bytes'] / 1e6:.1f} MB, "
-        f"{loss['refill_s']:.3g} s on the rank with most; spare slots in a layer: "
+        f"{duration_text(loss['refill_s'])} on the rank with most; spare slots in a layer: "
         f"{loss['spare_slots']}",
     )
     if loss["imbalance"] is not None:

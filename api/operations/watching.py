@@ -30,6 +30,7 @@ from api.operations.declaration import (
     operation,
 )
 from api.operations.printing import TIME_OR_AGE, cell, listing, more, time_of
+from eplb.clock import duration_text
 from eplb.declared import Meaning
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ def plan_words(detail: Mapping[str, Any]) -> str:
     reason = str(detail.get("reason", ""))
     names = ("imbalance_before", "imbalance_after", "moves", "cost_s")
     before, after, moves, cost_s = (float(detail.get(name) or 0.0) for name in names)
-    figures = f"{before:.3f} -> {after:.3f}, {moves:.0f} moves in {cost_s:.3g} s"
+    figures = f"{before:.3f} -> {after:.3f}, {moves:.0f} moves in {duration_text(cost_s)}"
     return f"{detail.get('decision', '')} {figures}: {reason}"
 
 

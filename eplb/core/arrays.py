@@ -1,6 +1,7 @@
 """Owned, read-only arrays, in which the frozen types of this package hold their data."""
 
 from operator import index
+from types import NoneType
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -31,7 +32,10 @@ def owned_whole(name: str, values: ArrayLike, error: type[EplbError]) -> NDArray
     Raises:
         error: another value, or one that does not fit.
     """
-    given = np.asarray(values)
+    try:
+        given = np.asarray(values)
+    except ValueError as exc:
+        raise error(f"{name} is no array: {exc}") from exc
     if given.dtype.kind == "f":
         wrong = ~(given == np.floor(given)) | ~np.isfinite(given)
         if wrong.any():
@@ -68,6 +72,17 @@ def whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     return index(value)
+
+
+def of_type(name: str, value: object, *kinds: type[Any]) -> None:
+    """Refuse a value of another type at the border, where a caller can be told.
+
+    Raises:
+        ConfigError: it is of none of these.
+    """
+    if not isinstance(value, kinds):
+        known = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} is {value!r:.80}, expected {known}")
 
 
 def freeze(instance: object, **arrays: NDArray[Any] | None) -> None:

@@ -22,18 +22,36 @@ def decode_json(data: bytes, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Parse UTF-8 JSON of bounded size and depth.
 
     Raises:
-        ValueError: too large, nested too deep, not UTF-8, or not JSON.
+        ValueError: too large, nested too deep, not UTF-8, not JSON, or a key that stands twice.
     """
     if len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes of JSON, expected at most {max_bytes}")
     text = data.decode()  # here: the parser would guess UTF-16, in which brackets look different
-    if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
-        _check_depth(text)
-    return json.loads(text)
+    check_depth(text)
+    return json.loads(text, object_pairs_hook=_without_repeats)
 
 
-def _check_depth(text: str) -> None:
-    """Peel the innermost brackets, one level or more each time, without recursion."""
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: of two alike the parser would take the last in silence."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen = set[str]()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r:.80} is given twice, expected once")
+            seen.add(key)
+    return made
+
+
+def check_depth(text: str) -> None:
+    """Refuse a text whose brackets are nested too deep for a parser.
+
+    Raises:
+        ValueError: they are.
+    """
+    if text.count("[") + text.count("{") <= MAX_JSON_DEPTH:
+        return
+    # The innermost brackets are peeled, one level or more each time, without recursion.
     brackets = _NOT_BRACKET.sub("", _STRING.sub("", text))
     for _ in range(MAX_JSON_DEPTH):
         brackets = brackets.replace("[]", "").replace("{}", "")

@@ -131,6 +131,9 @@ def sources_of(topology: Topology, rule: DispatchRule, starts: FloatArray) -> So
     )
 
 
+MOST_DRAWS = 2**26  # 2 GB of words; 61 layers of 1,024 slots, half of them redundant, take half
+
+
 def words_for(held: IntArray, placement: Placement, rule: DispatchRule) -> NDArray[np.uint32]:
     """[W] words of Python's ``random.Random(42)``, enough for any replicas of these slots.
 
@@ -143,6 +146,12 @@ def words_for(held: IntArray, placement: Placement, rule: DispatchRule) -> NDArr
     # on average; twice that sufficed in all tests.
     spare = max(num_slots - placement.num_experts, 0)
     draws = num_layers * (spare * int(num_slots) + num_slots)
+    if draws > MOST_DRAWS:
+        raise ConfigError(
+            f"dispatch rule {rule.value}: {num_layers} layers of {num_slots:,} slots, {spare:,} of "
+            f"them redundant, take {draws:,} random draws, expected at most {MOST_DRAWS:,}: fewer "
+            "redundant experts"
+        )
     generator = np.random.MT19937()
     state: Any = np.random.RandomState([SGLANG_SEED]).get_state(legacy=False)
     generator.state = state

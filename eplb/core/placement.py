@@ -21,6 +21,8 @@ from eplb.core.topology import Topology
 from eplb.errors import PlacementError
 
 EMPTY = -1  # a slot without an expert: a spare, a slot of a dead rank, or one that a layer leaves
+MOST_GENERATIONS = 2**62  # far beyond any use, and exact in every store
+MOST_EXPERTS = 2**20  # of a layer; published models have some hundreds
 SHARE_TOLERANCE = 1e-6  # float64 shares of one expert must sum to 1 within this
 
 
@@ -44,6 +46,12 @@ class Placement:
         for name in ("num_experts", "generation"):
             if not isinstance(found := getattr(self, name), int | np.integer):
                 raise PlacementError(f"{name} is {found!r}, expected a whole number")
+        if not 0 <= self.generation <= MOST_GENERATIONS:
+            raise PlacementError(
+                f"generation is {self.generation}, expected 0..{MOST_GENERATIONS:,}"
+            )
+        if not 0 <= self.num_experts <= MOST_EXPERTS:
+            raise PlacementError(f"num_experts is {self.num_experts}, expected 0..{MOST_EXPERTS:,}")
         if held.ndim != 2:
             raise PlacementError(f"slot_to_expert has shape {held.shape}, expected [layers, slots]")
         freeze(self, slot_to_expert=held)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
-from typing import Annotated, Literal, NamedTuple, get_args
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.arrays import whole
+from eplb.core.arrays import of_type, whole
 from eplb.core.constraints import ConstraintArrays, Constraints, constraint_arrays, room_of
 from eplb.core.cost import CostModel, Objective
 from eplb.core.demand import Demand, Scenarios, demand_of
@@ -122,6 +123,20 @@ class Frame(NamedTuple):
     constraints: ConstraintArrays
 
 
+_TYPES: dict[str, tuple[type[Any], ...]] = {
+    "topology": (Topology,),
+    "model": (ModelShape, NoneType),
+    "current": (Placement, NoneType),
+    "budget": (Budget,),
+    "cost": (CostModel,),
+    "constraints": (Constraints,),
+    "scenarios": (Scenarios, NoneType),
+    "dispatch": (DispatchRule,),
+    "record": (Record,),
+}
+MOST_SEED = 2**63 - 1
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """A planning problem: load, topology, serving placement, limits, costs and constraints.
@@ -150,6 +165,10 @@ class Problem:
     part: float = 1.0  # its part of a larger problem's layers; see ``of_layers``
 
     def __post_init__(self) -> None:
+        for name, kinds in _TYPES.items():
+            of_type(name, getattr(self, name), *kinds)
+        if not 0 <= whole("seed", self.seed) <= MOST_SEED:
+            raise ConfigError(f"seed is {self.seed}, expected 0..{MOST_SEED}")
         if self.objective not in get_args(Objective):
             raise ConfigError(
                 f"unknown objective {self.objective!r}, expected one of: "

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from eplb.core.arrays import UNSET, freeze, owned, owned_whole, unset
 from eplb.errors import TopologyError
 
+MOST_RANKS, MOST_SLOTS = 2**16, 2**16  # slots of a rank and layer
+
 
 @dataclass(frozen=True, eq=False)
 class Topology:
@@ -78,6 +80,11 @@ class Topology:
                 "expected whole numbers, at least one of each"
             )
         num_ranks = num_nodes * ranks_per_node
+        if num_ranks > MOST_RANKS or slots_per_rank > MOST_SLOTS:
+            raise TopologyError(
+                f"found {num_ranks:,} ranks of {slots_per_rank:,} slots, expected at most "
+                f"{MOST_RANKS:,} ranks of {MOST_SLOTS:,} slots"
+            )
         return Topology(
             node_of_rank=np.repeat(np.arange(num_nodes, dtype=np.int32), ranks_per_node),
             slots_of_rank=np.full(num_ranks, slots_per_rank, dtype=np.int32),

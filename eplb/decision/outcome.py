@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.arrays import whole
 from eplb.core.cost import Decision
 from eplb.core.load import Phase
 from eplb.core.model import position_in
@@ -240,6 +241,7 @@ def explain(plan: Plan, layer: int, expert: int) -> Explanation:
     """
     number, layer = layer, position_in(plan.problem.layer_ids, layer)
     view = _view(plan, layer)
+    expert = whole("expert", expert)
     if not 0 <= expert < len(view.work):
         raise ConfigError(f"expert {expert} of layer {number}, expected 0..{len(view.work) - 1}")
     load, total = float(view.work[expert]), float(view.work.sum())

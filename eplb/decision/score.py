@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.clock import figure_text
 from eplb.core.cost import Objective
 from eplb.core.demand import time_of
 from eplb.core.dispatch import DispatchRule, effective_shares
@@ -40,7 +41,7 @@ def objective_for(problem: Problem) -> tuple[Objective, str]:
     most = ridge(problem.cost.timed.curve)
     objective: Objective = "time" if rows < most else "tokens"
     side = "below" if objective == "time" else "not below"
-    return objective, f"{rows:.3g} rows a slot in a step, {side} {most:.3g}"
+    return objective, f"{figure_text(rows)} rows a slot in a step, {side} {figure_text(most)}"
 
 
 def ridge(curve: Curve) -> float:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eplb.core.arrays import of_type
 from eplb.core.jit import IntArray
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.placement import EMPTY, Placement
@@ -277,8 +278,8 @@ def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
     Raises:
         ConfigError: another policy has that name, or it is no function.
     """
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"policy name is {name!r}, expected text")
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        raise ConfigError(f"policy name is {name!r}, expected printable text")
     if not isinstance(policy, PolicyEntry) and not callable(policy):
         raise ConfigError(
             f"policy {name!r} is {policy!r}, expected a function from a Problem to a Placement"
@@ -298,6 +299,7 @@ def policy_named(name: str) -> PolicyEntry:
     Raises:
         ConfigError: an unknown name; the message lists the known ones.
     """
+    of_type("policy", name, str)
     try:
         return POLICIES[name]
     except KeyError as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,33 @@ from eplb.errors import ConfigError, UnfitSetting
 
 DEPLOYMENT = "demo"  # the name of a deployment that is given none
 STORE_FILE = "store.sqlite"  # file in the state folder if no store is named
+
+
+MOST_NAME = 128
+# A name is part of keys, file names, lines and URLs; that of an EP group stands behind a slash.
+_PART = r"[^\s./{}\\\x00-\x1f\x7f][^\s/{}\\\x00-\x1f\x7f]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
+NAME_RULE = f"1 to {MOST_NAME} characters without blanks, braces or a leading dot: west, west/pp0"
+
+
+def is_deployment_name(name: object) -> bool:
+    """Whether a deployment may have this name; the one rule of all that take one."""
+    return (
+        isinstance(name, str)
+        and len(name) <= MOST_NAME
+        and name.isprintable()
+        and _NAME.fullmatch(name) is not None
+    )
+
+
+def check_deployment_name(name: object) -> None:
+    """Refuse a name that a deployment cannot have.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not is_deployment_name(name):
+        raise ConfigError(f"deployment {name!r:.160} cannot be used, expected {NAME_RULE}")
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,8 @@ class DeploymentSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not is_deployment_name(self.name):
+            raise UnfitSetting("name", self.name, NAME_RULE)
         if self.store == "memory:":
             raise UnfitSetting("store", self.store, "a store that several processes can share")
 

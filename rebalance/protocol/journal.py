@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -24,7 +25,6 @@ from eplb.clock import Clock
 from eplb.core.bounded_json import decode_json
 from rebalance.protocol.ballot import Ballot, Verdict
 from rebalance.protocol.phases import Phase, RankPhase
-from telemetry.written_files import private
 
 JOURNAL_FOLDER = "journal"  # in the state folder
 CLOSE_DEADLINE_S = 5.0
@@ -142,10 +142,14 @@ class Journal:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size > self._max_bytes:
             self.path.replace(self.path.with_suffix(".jsonl.1"))
-        with open(self.path, "ab+", buffering=0, opener=private) as file:
+        with open(self.path, "ab+", buffering=0, opener=_for_this_user) as file:
             if file.tell() and not _ends_whole(self.path):
                 lines = b"\n" + lines  # a torn line must not spoil the next
             file.write(lines)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _ends_whole(path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 Reading all weights would take minutes, and the time of a change differs between copies. So a file
 is known by its size, its header (names, types and places of all tensors) and samples of its bytes:
-another training step changes nearly all of them. Needs no torch.
+another training step changes nearly all of them. Damage between the samples stays unseen: that
+takes ``digest_of_bytes``. Needs no torch.
 """
 
 from __future__ import annotations
@@ -115,6 +116,21 @@ def identity_of(folder: Path, files: Iterable[str] | None = None) -> Identity:
         found.append((file, state.st_size, state.st_mtime_ns))
         digest.update(repr(found[-1]).encode())
     return Identity(index, tuple(found), digest.hexdigest(), tuple(contents))
+
+
+def digest_of_bytes(path: Path) -> str:
+    """Return the digest of all bytes of a weight file, which takes as long as reading them.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as exc:
+        raise CheckpointError(
+            f"weight file {path} cannot be read: {exc.strerror}, expected a whole file"
+        ) from exc
 
 
 def _contents(path: Path, size: int) -> tuple[str, str]:

@@ -245,11 +245,7 @@ class Backend(Reader):
         """Remove the records of times below ``before``, and return how many."""
 
     def why_full(self) -> str:
-        """Return why the back end has no room for changes; "": it takes them.
-
-        Raises:
-            StoreError: it cannot be asked.
-        """
+        """Return why the back end has no room for changes; "": it takes them, or was not asked."""
         return ""
 
     def make_room(self) -> bool:

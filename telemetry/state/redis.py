@@ -37,7 +37,8 @@ from threading import Event, Lock
 from typing import Any, Literal, TypeVar
 
 from eplb.clock import Clock
-from eplb.errors import ConfigError, StoreError
+from eplb.errors import StoreError
+from eplb.settings.deployment import check_deployment_name
 from telemetry.state.backend import (
     ALL,
     HEAD,
@@ -93,10 +94,7 @@ class RedisBackend(Backend):
         self, url: str | RedisAddress, deployment: str, *, clock: Clock | None = None
     ) -> None:
         address = url if isinstance(url, RedisAddress) else parse_address(url)
-        if not deployment or "{" in deployment or "}" in deployment:
-            raise ConfigError(
-                f"deployment {deployment!r} cannot be kept in Redis, expected a name without braces"
-            )
+        check_deployment_name(deployment)
         self.deployment, self._clock = deployment, clock
         self.unreadable = Unreadable()
         self._prefix = f"{address.prefix}:{{{deployment}}}:"
@@ -268,8 +266,7 @@ class RedisBackend(Backend):
             self.link.write("HSETNX", self._state, "schema", SCHEMA_VERSION)
         except LinkError as exc:
             if exc.trouble in (Trouble.FULL, Trouble.NOT_SAVING):
-                return str(exc)
-            raise
+                return str(exc)  # another failure is told by those who read and write
         return ""
 
     def make_room(self) -> bool:

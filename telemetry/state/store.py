@@ -25,6 +25,7 @@ from pathlib import Path
 
 from eplb.clock import Clock
 from eplb.errors import ConfigError
+from eplb.settings.deployment import check_deployment_name
 from eplb.settings.tree import without_password as without_password
 from telemetry.state.backend import Backend
 from telemetry.state.events import EventPart
@@ -139,6 +140,7 @@ def deployments_of(url: str | Path) -> list[str]:
 
 
 def _backend_of(url: str | Path, deployment: str) -> Backend:
+    check_deployment_name(deployment)
     # Late: each brings what it needs, a database driver among it.
     if url == "memory:":
         from telemetry.state.memory import MemoryBackend

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from eplb.clock import duration_text
+from eplb.clock import duration_text, figure_text
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,22 @@ from eplb.clock import duration_text
         (5400.0, "1.5 h"),
         (1e9, "31.7 years"),
         (1e13, "316,881 years"),
+        (math.inf, "without end"),
     ],
 )
 def test_duration_is_told_in_the_largest_unit_it_reaches(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0"),
+        (0.0123, "0.0123"),
+        (5.0, "5"),
+        (249.96, "250"),
+        (1470.0, "1,470"),
+    ],
+)
+def test_figure_has_no_exponent(number: float, text: str) -> None:
+    assert figure_text(number) == text

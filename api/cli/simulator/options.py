@@ -18,6 +18,7 @@ import typer
 from api.cli.options import FileOptions, HiddenLayers
 from api.engine_plan import RULES
 from api.terminal.progress import progress
+from eplb.clock import duration_text
 from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape
 from eplb.core.placement import Placement
@@ -33,6 +34,8 @@ from telemetry.formats.types import Layers, PlacementFile, ReadOptions
 from telemetry.written_files import check_writable, file_digest
 
 MAX_WINDOWS = 4096
+MOST_COUNTS = 10**10  # token counts of a load: hours of one replay
+ESTIMATED_AFTER_S = 5.0  # a replay that takes longer says what all will take
 
 Engine = Enum("Engine", {name: name for name in RULES})  # type: ignore[misc]
 
@@ -47,14 +50,15 @@ Policies = Annotated[
     str, typer.Option("--policy", help="Policies to compare; raw:NAME has no gate.")
 ]
 Ranks = Annotated[str, typer.Option(help="Ranks of groups to compare, as 16,32.")]
-RanksPerNode = Annotated[int, typer.Option(max=65_536, help="Ranks that share a node.")]
+RanksPerNode = Annotated[int, typer.Option(min=0, max=65_536, help="Ranks that share a node.")]
 RedundantPerRank = Annotated[str, typer.Option(help="Redundant slots of each rank to compare.")]
 Intervals = Annotated[
     str, typer.Option("--every", help="Windows from one plan to the next, to compare.")
 ]
-Past = Annotated[int, typer.Option(max=100_000, help="Windows that a plan uses.")]
+Past = Annotated[int, typer.Option(min=1, max=100_000, help="Windows that a plan uses.")]
 PayBack = Annotated[
-    float, typer.Option(max=1e9, help="Seconds of serving within which a move must pay back.")
+    float,
+    typer.Option(min=0.0, max=1e9, help="Seconds of serving within which a move must pay back."),
 ]
 Overlap = Annotated[bool, typer.Option("--overlap", help="Two batches overlap communication.")]
 ExpertTimes = Annotated[
@@ -92,7 +96,8 @@ class StepOptions:
         ),
     ] = False
     other_us: Annotated[
-        float | None, typer.Option(max=1e9, help="Microseconds of a layer outside of its experts.")
+        float | None,
+        typer.Option(min=0.0, max=1e9, help="Microseconds of a layer outside of its experts."),
     ] = None
 
     def shape(self) -> ModelShape | None:
@@ -197,18 +202,37 @@ class EngineOptions:
 
 
 @contextmanager
-def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Iterator[WindowSeries]:
+def replayed(
+    load: WindowSeries,
+    num_replays: int = 1,
+    *,
+    is_shown: bool,
+    estimated_after_s: float = ESTIMATED_AFTER_S,
+) -> Iterator[WindowSeries]:
     """Give the load, whose windows a bar counts as they are replayed.
 
     Without a terminal the error stream gets a line once the first window is replayed, so that
-    what is refused stays one sentence, and one at the end of each replay.
+    what is refused stays one sentence, one with the time of all where that is long, and one at the
+    end of each replay.
+
+    Raises:
+        ConfigError: a load that would take days.
     """
+    counts = (load.num_windows or 0) * load.num_layers * load.num_experts
+    if counts > MOST_COUNTS:
+        raise ConfigError(
+            f"the load has {load.num_windows:,} windows of {load.num_layers} layers x "
+            f"{load.num_experts} experts, expected at most {MOST_COUNTS:,} token counts in all: "
+            "take fewer windows, or more tokens in each"
+        )
     total = None if load.num_windows is None else num_replays * load.num_windows
     begin, is_logged = monotonic(), not sys.stderr.isatty()
+    is_estimated = False
     with progress("windows", total, is_shown=is_shown) as advance:
         numbers, replays = count(1), count(1)
 
         def read() -> Iterator[Tokens]:
+            nonlocal is_estimated
             for tokens in load.read():
                 yield tokens
                 number = next(numbers)
@@ -216,6 +240,12 @@ def replayed(load: WindowSeries, num_replays: int = 1, *, is_shown: bool) -> Ite
                 if is_logged and number == 1:
                     size = f"{load.num_windows or 'all'} windows, {load.num_layers} layers"
                     typer.echo(f"replays of {size} x {load.num_experts} experts", err=True)
+                seconds = monotonic() - begin
+                if is_logged and total and not is_estimated and seconds >= estimated_after_s:
+                    is_estimated = True
+                    all_s = duration_text(seconds * total / number)
+                    done = f"{number:,} of {total:,} windows after {seconds:.0f} s"
+                    typer.echo(f"{done}: about {all_s} in all", err=True)
             if is_logged:
                 seconds = f"{monotonic() - begin:.0f} s"
                 typer.echo(f"replay {next(replays)} done after {seconds}", err=True)

@@ -86,35 +86,42 @@ def recommend_command(
         typer.Option(min=1, max=10_000_000, help="Tokens of a rank in a step of prefill, at most."),
     ] = STEP_TOKENS,
     context: Annotated[
-        int, typer.Option(max=100_000_000, help="Tokens of a sequence in the KV cache.")
+        int, typer.Option(min=1, max=100_000_000, help="Tokens of a sequence in the KV cache.")
     ] = 4096,
     most_sequences: Annotated[
-        int, typer.Option(max=1_000_000, help="Most sequences of a rank.")
+        int, typer.Option(min=1, max=1_000_000, help="Most sequences of a rank.")
     ] = 256,
     dense_gb: Annotated[
-        float, typer.Option(max=1e6, help="GB of a rank beside routed experts and KV cache.")
+        float,
+        typer.Option(min=0.0, max=1e6, help="GB of a rank beside routed experts and KV cache."),
     ] = 20.0,
     kv_token_bytes: Annotated[
         float | None,
         typer.Option(
-            max=1e9, help="KV cache of a token on a rank. If not given, that of the known model."
+            min=0.0,
+            max=1e9,
+            help="KV cache of a token on a rank. If not given, that of the known model.",
         ),
     ] = None,
     attention_share: Annotated[
         float | None,
         typer.Option(
+            min=0.0,
             max=0.99,
             help="Part of a step at even load outside of MoE layers, in place of --other-us.",
         ),
     ] = None,
     expert_times: ExpertTimes = None,
     windows: Annotated[
-        int, typer.Option(max=1_000_000, help="Windows to replay, the latest of a recorded load.")
+        int,
+        typer.Option(
+            min=1, max=1_000_000, help="Windows to replay, the latest of a recorded load."
+        ),
     ] = 96,
     window_seconds: Annotated[
         float | None,
         typer.Option(
-            max=1e9, help="Serving time of a window. If not given, as in the load, or 60."
+            min=0.0, max=1e9, help="Serving time of a window. If not given, as in the load, or 60."
         ),
     ] = None,
     attention_ranks: Annotated[
@@ -122,13 +129,16 @@ def recommend_command(
     ] = "0",
     most_ms: Annotated[
         float | None,
-        typer.Option(max=1e9, help="Milliseconds that a token may take; in prefill, a prompt."),
+        typer.Option(
+            min=0.0, max=1e9, help="Milliseconds that a token may take; in prefill, a prompt."
+        ),
     ] = None,
     drafts: Annotated[
-        int, typer.Option(max=64, help="Tokens that each sequence drafts in a step (MTP).")
+        int, typer.Option(min=0, max=64, help="Tokens that each sequence drafts in a step (MTP).")
     ] = 0,
     acceptance: Annotated[
-        float, typer.Option(max=1.0, help="Chance that a draft is right, if all before it are.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="Chance that a draft is right, if all before it are."),
     ] = Speculation.acceptance,
     seed: Seed = 0,
 ) -> None:

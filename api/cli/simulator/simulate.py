@@ -49,6 +49,7 @@ def simulate(
     ranks: Annotated[
         int | None,
         typer.Option(
+            min=1,
             max=65_536,
             help="Ranks of the expert-parallel group. If not given, those of the load, or 8.",
         ),
@@ -56,6 +57,7 @@ def simulate(
     nodes: Annotated[
         int | None,
         typer.Option(
+            min=1,
             max=65_536,
             help="Nodes that the ranks are spread over. If neither is given, as in the load, or 1.",
         ),
@@ -63,7 +65,9 @@ def simulate(
     slots: Annotated[
         int | None,
         typer.Option(
-            max=1_048_576, help="Slots of a layer, all ranks together; 1.25 x experts if not given."
+            min=1,
+            max=1_048_576,
+            help="Slots of a layer, all ranks together; 1.25 x experts if not given.",
         ),
     ] = None,
     policy: Annotated[
@@ -75,7 +79,7 @@ def simulate(
     ] = None,
     past: Past = 16,
     every: Annotated[
-        int, typer.Option(max=1_000_000, help="Windows from one plan to the next.")
+        int, typer.Option(min=1, max=1_000_000, help="Windows from one plan to the next.")
     ] = 1,
     layout: Annotated[
         Layout | None, typer.Option(help="Axes of expert_ids, if the file has no names for them.")
@@ -83,23 +87,24 @@ def simulate(
     batch: Annotated[
         int | None,
         typer.Option(
+            min=1,
             max=1_000_000,
             help="Recorded requests that run at once, a token of each in a step; needs their "
             "lengths.",
         ),
     ] = None,
     max_moves: Annotated[
-        int | None, typer.Option(max=1_000_000_000, help="Most experts that a plan moves.")
+        int | None, typer.Option(min=0, max=1_000_000_000, help="Most experts that a plan moves.")
     ] = None,
     target_imbalance: Annotated[
-        float, typer.Option(max=1e6, help="Imbalance at which a layer is not changed.")
+        float, typer.Option(min=1.0, max=1e6, help="Imbalance at which a layer is not changed.")
     ] = 1.02,
     pay_back: PayBack = CostModel.pay_back_s,
     steps: Steps = None,
     expert_times: ExpertTimes = None,
     overlap: Overlap = False,
     port_ranks: Annotated[
-        int, typer.Option(max=1024, help="Neighbours of a node that share a network port.")
+        int, typer.Option(min=1, max=1024, help="Neighbours of a node that share a network port.")
     ] = 1,
     failures: Annotated[
         bool, typer.Option("--failures", help="What the loss of a rank, node or link would cost.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,15 +12,19 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from api.cli.config import named_settings
 from api.cli.main import app
+from api.cli.simulator.options import replayed
 from api.operations.printing import listing, numbers, time_of
 from api.operations.watching import show_events
 from api.terminal.progress import progress
+from eplb.core.load import as_history
 from eplb.errors import ConfigError
+from simulations.windows import of_history
 from tests.support.documents import commands
 
 COMMANDS = {name.removeprefix("eplb "): command for name, command in commands().items()}
@@ -89,7 +94,7 @@ def test_decision_is_printed_in_words() -> None:
         show_events({"events": [event], "next": None})
 
     line = shown.getvalue().splitlines()[1]
-    assert line.endswith("plan  MOVE 1.150 -> 1.010, 188 moves in 0.1 s: rank 7 is drained")
+    assert line.endswith("plan  MOVE 1.150 -> 1.010, 188 moves in 100 ms: rank 7 is drained")
 
 
 LOAD = "generated:gamma:layers=2,experts=8,windows=4"
@@ -180,3 +185,33 @@ def test_bar_is_on_the_error_stream_of_a_terminal(
     with progress("windows", 2, is_shown=False):
         pass
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "option", [["--ranks", "0"], ["--nodes", "0"], ["--slots", "0"], ["--every", "0"]]
+)
+def test_simulation_of_nothing_is_refused(option: list[str]) -> None:
+    told = CliRunner().invoke(app, ["simulate", "generated:zipf:windows=2,layers=1", *option])
+
+    assert told.exit_code == 2
+    assert "greater than or equal to 1" in told.output
+
+
+def test_simulation_that_would_take_days_is_refused_before_it_begins() -> None:
+    load = "generated:zipf:windows=1000000,layers=61,experts=256"
+    told = CliRunner().invoke(app, ["simulate", load, "--ranks", "8"], catch_exceptions=True)
+
+    assert told.exit_code == 2
+    assert "1,000,000 windows of 61 layers x 256 experts, expected at most 10,000,000,000" in (
+        told.output
+    )
+
+
+def test_long_replay_says_once_what_all_of_it_will_take(capfd: pytest.CaptureFixture[str]) -> None:
+    load = of_history(as_history(np.ones((3, 1, 4), dtype=np.int64)))
+    with replayed(load, 2, is_shown=False, estimated_after_s=0.0) as windows:
+        assert len([*windows, *windows]) == 6
+
+    told = capfd.readouterr().err.splitlines()
+    assert [line for line in told if "in all" in line] == [told[1]]
+    assert re.fullmatch(r"1 of 6 windows after 0 s: about .* in all", told[1])

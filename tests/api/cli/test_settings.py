@@ -151,9 +151,9 @@ def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
     assert [name for name, one in numbers.items() if one.at_most is None] == []
 
 
-def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
+def test_every_number_flag_of_a_command_has_both_bounds() -> None:
     numbers = [
-        (f"{words.removeprefix('eplb ')} {param.name}", param.max)
+        (f"{words.removeprefix('eplb ')} {param.name}", param.min, param.max)
         for words, command in commands().items()
         for param in command.params
         if getattr(param, "type_descriptor", None)
@@ -161,8 +161,9 @@ def test_every_number_flag_of_a_command_has_an_upper_bound() -> None:
     ]
     of_settings = {f"demo {name}" for name in Settings.names}  # checked by the settings
 
-    assert ("explain layer", 2**31 - 1) in numbers
-    assert {name for name, most in numbers if most is None} - of_settings == set()
+    assert {("explain layer", least, 2**31 - 1) for least in (None, 0)} & set(numbers)
+    open_ended = {name for name, *bounds in numbers if None in bounds}
+    assert open_ended - of_settings == set()
 
 
 @pytest.mark.parametrize("option", [known.name for known in fields(Limits)])

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.config.certificate import Certificate
+from api.config.deployment import ModelSettings
 from api.deploy.check import (
     Costs,
     Finding,
@@ -31,8 +32,10 @@ from api.deploy.check import (
     lines_of,
 )
 from api.deploy.first_placement import ensure_first_placement
-from api.deploy.model import accept_checkpoint
+from api.deploy.launch import Launch, check_start
+from api.deploy.model import accept_checkpoint, check_same_checkpoint, check_weights
 from api.deploy.roles import run_host_cache
+from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, StoreError
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.assembly.places import claim_place
@@ -41,6 +44,7 @@ from runtime.checkpoints.checkpoint import Checkpoint
 from tests.support.certificates import Authority
 from tests.support.deployments import SMALL, deployment_in, free_ports
 from tests.support.redis_servers import RedisProcess
+from tests.support.stores import MemoryStore
 
 GIB = 2**30
 
@@ -195,6 +199,33 @@ def test_checkpoint_that_changed_between_starts_is_refused_until_it_is_accepted(
     )
     assert done.startswith(f"accepted {weights}: {shard.name} has other bytes")
     assert len(back) == 1
+
+
+def test_damage_between_the_samples_is_found_once_all_bytes_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    model = ModelShape((0,), 8, 2, hidden=64, intermediate=64)
+    schema = ExpertSchema.swiglu(model.hidden, model.intermediate)
+    write_random_checkpoint(folder, model, schema, vocabulary=64, seed=1)
+    shard = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    weights, before = ModelSettings(checkpoint=folder), shard.stat()
+    num_read = list[int]()
+
+    with closing(MemoryStore("demo")) as store:
+        check_same_checkpoint(store, weights, "eplb serve")
+        first = check_weights(store, weights, "host 0", num_read.append)
+        again = check_weights(store, weights, "host 1", num_read.append)
+        with shard.open("r+b") as file:  # one float, away from the end and the middle
+            file.seek(before.st_size // 5)
+            file.write(bytes(byte ^ 1 for byte in shard.read_bytes()[file.tell() :][:4]))
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+        check_same_checkpoint(store, weights)
+        with pytest.raises(CheckpointError, match=rf"{shard.name} of .* have other bytes than .*"):
+            check_weights(store, weights, "host 0", num_read.append)
+
+    num_files = len(list(folder.glob("*.safetensors")))
+    assert first.endswith("was read, for the first time")
+    assert again.endswith("is as it was first read")
+    assert num_read == list(range(1, num_files + 1)) * 3
 
 
 def test_host_cache_refuses_tensors_that_do_not_fit_the_config_json(

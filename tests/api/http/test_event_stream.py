@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,20 @@ def test_client_beyond_the_limit_of_streams_is_refused(service: HttpService) -> 
         kind, detail = problem_of(get(service, PATH))
 
     assert (kind, "2 event streams" in detail) == (ProblemType.TOO_BUSY, True)
+
+
+def test_streams_of_one_address_leave_connections_for_everything_else(
+    store: CountingStore,
+) -> None:
+    limits = replace(LIMITS, max_streams=128, max_streams_of_address=3, max_connections=8)
+    with serving(create_app(store, limits=limits), limits=limits) as service, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(stream(service))
+        kind, detail = problem_of(get(service, PATH))
+
+        assert (kind, "3 event streams of one address" in detail) == (ProblemType.TOO_BUSY, True)
+        assert get(service, "/livez").status_code == 200
+    assert DEFAULT_LIMITS.max_streams_of_address < DEFAULT_LIMITS.max_connections // 2
 
 
 def test_client_that_reads_nothing_is_ended_and_counted_and_delays_nobody(

@@ -114,6 +114,38 @@ def test_body_that_is_too_large_is_refused_before_it_has_arrived(
     assert f"{MAX_BODY_BYTES + 1} bytes, expected at most {MAX_BODY_BYTES}" in answer
 
 
+def test_body_that_is_nested_deep_is_refused_with_one_line_of_log(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    deep = b'{"reason": ' + b"[" * 480 + b"]" * 480 + b"}"
+
+    answer = client.post(
+        "/api/v1/pause", content=deep, headers={"content-type": "application/json"}
+    )
+
+    kind, detail = problem_of(answer)
+    assert (answer.status_code, kind) == (400, ProblemType.BAD_REQUEST)
+    assert "nested deeper than 32 levels" in detail
+    assert [record.getMessage().count("\n") for record in caplog.records] == [0]
+
+
+def test_request_with_a_length_and_chunks_is_refused_and_its_connection_closed(
+    service: HttpService, store: SlowStore
+) -> None:
+    hidden = b"POST /api/v1/pause HTTP/1.1\r\nHost: localhost\r\n"
+    hidden += b'Content-Type: application/json\r\nContent-Length: 15\r\n\r\n{"reason": "x"}'
+    head = b"POST /api/v1/resume HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
+    with connect(service, head + hidden) as opened:
+        answer = opened.makefile("rb").read().decode()
+
+    assert answer.count("HTTP/1.1 ") == 1
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert "connection: close" in answer.lower()
+    assert "both Content-Length and Transfer-Encoding" in answer
+    assert store.control().movement
+
+
 def test_body_of_a_request_without_the_token_is_not_awaited(store: SlowStore) -> None:
     head = b"POST /api/v1/pause HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n"
     app = create_app(store, token="t" * 64, limits=LIMITS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eplb.errors import ConfigError, StoreError
+from eplb.settings.deployment import DeploymentSettings
 from telemetry import deployments_of, open_store
 from telemetry.state.redis_address import SCHEMES
 from telemetry.state.runs import RunInfo
@@ -61,3 +63,40 @@ def test_store_that_is_not_there_has_no_list(tmp_path: Path) -> None:
         deployments_of(tmp_path / "none.sqlite")
     with pytest.raises(ConfigError):
         deployments_of("mysql://host")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "../x",
+        "a/../b",
+        "/x",
+        "x/",
+        "a//b",
+        "a b",
+        "a\n",
+        "a\x00b",
+        "a\u2028b",
+        "{a}",
+        "a\\b",
+        "x" * 129,
+        None,
+        3,
+    ],
+)
+def test_name_that_no_deployment_may_have_is_refused_by_every_store(
+    name: Any, tmp_path: Path, redis_server: RedisProcess
+) -> None:
+    for url in ("memory:", tmp_path / "store.sqlite", redis_server.url):
+        with pytest.raises(ConfigError, match="cannot be used, expected 1 to 128 characters"):
+            open_store(url, name)
+    with pytest.raises(ConfigError, match="name is"):
+        DeploymentSettings(name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["d", "west-2", "r1/pp0", "modèle.v3", "a:b_c"])
+def test_names_of_deployments_and_their_groups_are_taken(name: str) -> None:
+    open_store("memory:", name).close()
+    assert DeploymentSettings(name=name).name == name
