@@ -204,9 +204,9 @@ class NextGroup:
             return None
         if frozenset(proposal.members) == rank.members:
             return None
-        return None if unwanted(self._wanted(), rank.members, proposal.members) else proposal
+        return None if unwanted(self._read_wanted(), rank.members, proposal.members) else proposal
 
-    def _wanted(self) -> frozenset[int]:
+    def _read_wanted(self) -> frozenset[int]:
         wanted = self._rank.store.wanted_ranks()
         return frozenset(range(self._rank.topology.num_ranks) if wanted is None else wanted)
 
@@ -233,7 +233,7 @@ class NextGroup:
         rank, store = self._rank, self._rank.store
         now, members, placement = store.backend.now(), rank.members, rank.placement
         offers = {one.rank: one for one in store.joiners()}
-        operation, wanted = store.membership_change(), self._wanted()
+        operation, wanted = store.membership_change(), self._read_wanted()
         ready = wanted & offers.keys() - members
         if ready != self._ready:
             self._ready, self._ready_since = ready, time.monotonic()
@@ -389,7 +389,7 @@ def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
     survival, refusal, generation = None, "", 0
     if not rank.group.is_waiting:
         try:
-            survival = _planned(rank, left, joiners)
+            survival = _plan_change(rank, left, joiners)
             generation = rank.placement.generation
         except PlacementError as exc:
             refusal = str(exc)
@@ -424,7 +424,7 @@ def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
     rank.leave()
     stages.end("commit")
     if survival is None:
-        survival = _committed(rank.store, record)
+        survival = _read_committed(rank.store, record)
     rank.slots = replace(rank.slots, digests=formed.digests)
 
     def report() -> None:
@@ -439,7 +439,7 @@ def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
     stages.end("serve")
 
 
-def _planned(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Survival:
+def _plan_change(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Survival:
     survival = survive(rank.placement, rank.topology, left, joined=joiners)
     if survival.refills:
         raise PlacementError(
@@ -448,7 +448,7 @@ def _planned(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Surviva
     return survival
 
 
-def _committed(store: StateStore, record: Recovery) -> Survival:
+def _read_committed(store: StateStore, record: Recovery) -> Survival:
     """What the members of a new group have committed, for a rank that joins them."""
     run = store.current_run()
     expected = run_of(record.run, record.membership)

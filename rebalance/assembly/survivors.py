@@ -110,11 +110,11 @@ def join_survivors(
         record = recover(rank, rank.store)
         stages.end("agree")
 
-        def lost(record: Recovery = record) -> frozenset[int]:
+        def find_lost(record: Recovery = record) -> frozenset[int]:
             return rank.dead() & frozenset(record.survivors)
 
         def check() -> None:
-            if dead := lost():
+            if dead := find_lost():
                 raise RankError(f"rank {rank.number}: survivor {min(dead)} died")
 
         rendezvous = StoreRendezvous(rank.store, record.membership, check, deadline_s)
@@ -136,7 +136,7 @@ def join_survivors(
                 group.votes.close(is_failure=True)
             # Who did not come does not report either. If all come again, a second try shows what is
             # wrong: that a link is cut is seen late where no beats are sent.
-            if not lost() and tried == frozenset(record.survivors):
+            if not find_lost() and tried == frozenset(record.survivors):
                 raise
             tried = frozenset(record.survivors)
             log.warning(
