@@ -29,7 +29,7 @@ KEPT_PAUSES = 4096  # a rank serves for months
 
 @dataclass
 class StepFigures:
-    """Statistics of an agent."""
+    """Statistics of a rank."""
 
     experts_moved: int = 0
     rebalances: int = 0
