@@ -277,7 +277,8 @@ class Rounds:
         self._restore_wrong(rows)
         if self.checks is not None:
             for row in rows:
-                self.checks.look_again(row)
+                is_right = self._records is not None and row not in self._faulty
+                self.checks.look_again(row, is_right=is_right)
 
     def _stop_moves(self, num_faults: int) -> None:
         """Begin no plan while any rank knows a fault."""
