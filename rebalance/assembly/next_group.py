@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock, Thread
 from traceback import clear_frames
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -49,6 +48,7 @@ from rebalance.assembly.survivors import (
     set_deadlines,
 )
 from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.recovery import RETRY_S, StoreRendezvous, let_go, rejoin
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient
@@ -59,9 +59,6 @@ from telemetry.state.events import REGROUPED
 from telemetry.state.groups import GroupProposal, Joiner
 from telemetry.state.joining import serving_ranks
 from telemetry.state.store import StateStore
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
 OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eplb.clock import Clock, Deadline
 from eplb.core.placement import Placement
@@ -33,6 +33,7 @@ from eplb.migration.serialisation import topology_to_dict
 from eplb.migration.survivors import Refill, Survival, survive
 from rebalance.assembly.config import RankConfig
 from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.rank.watcher import StoreLoss
 from rebalance.recovery import StoreRendezvous, let_go, recover, rejoin
 from rebalance.types import Record
@@ -41,9 +42,6 @@ from rebalance.weights.sources import HOST, WeightSources
 from runtime.counters import PassCounter
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
 CACHE_DEADLINE_S = 20.0  # for a host cache that is started again while survivors refill
