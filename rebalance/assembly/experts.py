@@ -258,6 +258,7 @@ def _memory(
     from runtime.memory import SymmetricArena  # not there on a CPU
 
     num_bytes = bank_bytes(experts, model.num_layers, int(slots.max()), num_staging)
+    assert group.tokens is not None, "ranks on GPUs exchange tokens by their group"
     arena: SymmetricArena | PlainArena
     unmapped = ""
     try:
