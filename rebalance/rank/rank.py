@@ -123,6 +123,21 @@ class Rank:
 
     new_watcher: type[Watcher] = Watcher  # a scheduler plays the threads itself
 
+    # Of the group that it is in, made anew by ``enter``.
+    sources: WeightSources
+    membership: int  # grows when it agrees with survivors
+    watchdog: Watchdog
+    recorder: JournalRecorder
+    shared: SharedPhase
+    mover: Mover
+    watcher: Watcher
+    voter: Voter
+    swapper: Swapper
+    voting: Voting
+    scrub_schedule: ScrubSchedule
+    update: WeightUpdate
+    last_step: int  # that was begun
+
     def __init__(
         self,
         config: RankConfig,
@@ -179,7 +194,7 @@ class Rank:
             weights_version, refused_up_to = state.weights_version, self.settled()[1]
         self._group, self.sources = group, sources
         self.slots = slots = replace(self.slots, topology=group.topology)
-        self.membership = group.membership  # grows when it agrees with survivors
+        self.membership = group.membership
         self._survivors: frozenset[int] | None = None
         self._is_recovering = False  # after a death: no step in this group may follow
         self._has_failed = False  # the last call, by an error of this rank's own
