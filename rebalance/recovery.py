@@ -318,13 +318,13 @@ def rejoin(
             device,
         )
 
-    def run() -> None:
+    def form_on_thread() -> None:
         try:
             made.set_result(form())
         except Exception as exc:
             made.set_exception(exc)
 
-    Thread(target=run, name="eplb-new-groups", daemon=True).start()
+    Thread(target=form_on_thread, name="eplb-new-groups", daemon=True).start()
     while not made.done():
         try:
             rendezvous.look()
