@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event, Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -42,13 +42,10 @@ from rebalance.assembly.config import RankConfig
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.group import Group
+from rebalance.rank.rank import REPORT_DEADLINE_S, Rank
 from runtime.group import CPU, form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
-
-REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its survivor report
 RETRY_S = 0.05  # from one try of a store that fails to the next
 MINORITY_S = 2.0  # for the record of the others, by ranks that take most of the group for dead
 # For a report of the other half, by the half without the lowest rank: one that was cut off, and is
@@ -321,13 +318,13 @@ def rejoin(
             device,
         )
 
-    def run() -> None:
+    def form_on_thread() -> None:
         try:
             made.set_result(form())
         except Exception as exc:
             made.set_exception(exc)
 
-    Thread(target=run, name="eplb-new-groups", daemon=True).start()
+    Thread(target=form_on_thread, name="eplb-new-groups", daemon=True).start()
     while not made.done():
         try:
             rendezvous.look()

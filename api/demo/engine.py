@@ -213,12 +213,12 @@ def _on_gpu(rank: Rank, name: str, num_tokens: int) -> tuple[Dispatcher, str, Ex
     from runtime.model.compute import GroupedExperts
 
     model, topology = rank.deployment.model, rank.topology
+    tokens = rank.group.tokens
+    assert tokens is not None, "a rank of a deployment has a group for them"
     trial = Trial(
         topology, model.hidden, model.top_k, num_tokens, rank.group.device, torch.bfloat16
     )
-    made, why = choose_dispatcher(
-        name, trial, rank.counter, rank.group.tokens, max_tokens=num_tokens
-    )
+    made, why = choose_dispatcher(name, trial, rank.counter, tokens, max_tokens=num_tokens)
     if isinstance(made, AllToAllDispatcher):
         made = rank.all_to_all()  # this one ends at a peer's death
     pairs = num_tokens * topology.num_ranks * model.top_k

@@ -4,7 +4,7 @@
 
 As ``membership``, and an orchestrator retires ranks, scales and cancels. The controller drains
 ranks that leave, and a launcher starts a process for each rank that should serve and has none.
-Real are ``NextGroup``, the forming of groups, ``change_group``, ``be_admitted``, ``Rank``'s
+Real are ``NextGroup``, the forming of groups, ``change_group``, ``be_admitted``, ``RankProcess``'s
 choice between them and serving on, the operations and proposals of the store, and the choice of
 ranks. The thread that forms a group is a coroutine too, so that a death, a cancelled operation, a
 second process of a rank or a newer proposal may come at each of its waits.
@@ -55,10 +55,11 @@ from eplb.migration.survivors import survive
 from rebalance.assembly import next_group
 from rebalance.assembly.meeting import Attendance
 from rebalance.assembly.next_group import FORM_DEADLINE_S
-from rebalance.assembly.places import RankProcess
+from rebalance.assembly.process import RankProcess
 from rebalance.assembly.survivors import Stages
 from rebalance.rank.group import RUN_OF_WAITING
 from rebalance.rank.group import Group as RankGroup
+from rebalance.rank.rank import Rank as ServingRank
 from rebalance.recovery import StoreRendezvous
 from telemetry.state.membership import MEMBERS, MembershipRefused
 
@@ -98,12 +99,12 @@ def planned_program(rng: Random) -> Program:
 class Process(RankProcess):
     """A rank's process, which nobody has started."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: ServingRank) -> None:
         super().__init__(rank, None, None, {})  # type: ignore[arg-type]
 
     def attend(self, members: Sequence[int]) -> Attendance:
         """What it shows to others."""
-        return Attendance(self._rank, members, "host", b"secret", {})
+        return Attendance(self.rank.number, members, "host", b"secret", {})
 
 
 class Forming:
@@ -330,7 +331,7 @@ class PlannedSchedule(MembershipSchedule):
         layers = tuple(range(self.deployment.start.num_layers))
         experts = self.deployment.start.num_experts
         self._model = ModelShape(layers, experts, top_k=1, hidden=LANES, intermediate=LANES)
-        self.processes = {rank.number: self._process(rank) for rank in self.ranks}
+        self.processes = {rank.number: Process(rank.agent) for rank in self.ranks}
 
     def _control(self) -> PlannedControl:
         return PlannedControl(self, planned_program(self.rng))
@@ -486,19 +487,14 @@ class PlannedSchedule(MembershipSchedule):
         rank.life = Life.JOINING
         self._watch(rank)
         self._next_votes.pop(number, None)
-        self.processes[number] = self._process(rank)
+        self.processes[number] = Process(rank.agent)
         self.counts["started"] += 1
 
-    def _process(self, rank: Rank) -> Process:
-        process = Process(rank.number)
-        rank.agent.take_part_in_changes(process)
-        return process
-
     def _survive(self, rank: Rank) -> None:
-        """What ``Rank.survive`` does, but for threads and reports."""
-        agent, was_joining = rank.agent, rank.life is Life.JOINING
+        """What ``RankProcess.survive`` does, but for threads and reports."""
+        process, was_joining = self.processes[rank.number], rank.life is Life.JOINING
         try:
-            serves = agent._serves_on(self.processes[rank.number], Stages(lambda: self.now), "")
+            serves = process.enter_next(Stages(lambda: self.now), "")
         except EplbError as exc:
             rank.life, rank.why = Life.REFUSED, str(exc)
             self.counts["refusals"] += not was_joining
@@ -510,13 +506,13 @@ class PlannedSchedule(MembershipSchedule):
                     self.groups.append(rank.member.votes)  # type: ignore[arg-type]
                     self.counts["planned groups"] += 1
                 self.counts["joined"] += was_joining
-                agent._watch_for_changes()
+                process.watch_for_changes()
                 self._watch(rank)
                 self._next_votes.pop(rank.number, None)
                 return
             rank.life = Life.LEFT
             self.counts["left"] += not was_joining
-        agent.leave()
+        rank.agent.leave()
         # It has left those before in order; nobody serves in them any more.
         left = [rank.member.votes, *self.groups[:-1]]
         self._lose(rank.number, (group for group in self._formed.values() if group not in left))

@@ -38,14 +38,13 @@ from rebalance.assembly.meeting import agree, meet
 from rebalance.assembly.places import (
     JOINS_VARIABLE,
     MEMBERS_VARIABLE,
-    RankProcess,
-    attendance,
     claim_place,
     report_halt,
     report_ready,
     report_run,
     report_wait,
 )
+from rebalance.assembly.process import RankProcess, attendance
 from rebalance.assembly.rank import OwnExperts, build_rank, new_run_name, record_start
 from rebalance.rank.group import Group
 from rebalance.rank.rank import Rank
@@ -102,7 +101,7 @@ def build_rank_from_env(
         experts = own_experts or deployment.schema
         rank = build_rank(deployment.config, group, cache, deployment.model, experts, store)
         rank.passes = passes
-        rank.take_part_in_changes(RankProcess(number, deployment, claim, environ))
+        rank.process = RankProcess(rank, deployment, claim, environ)
     except BaseException as exc:
         claim.close()
         if isinstance(exc, EplbError):

@@ -83,7 +83,7 @@ def take_experts(
     held = placement.slot_to_expert[:, group.topology.slots_on(rank)]
     with torch_failures(group, "its first experts"):
         if is_filled:
-            own = _digests_of(bank, held)
+            own = _compute_digests(bank, held)
         else:
             assert cache is not None, "a rank without own experts was refused above"
             own = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
@@ -93,7 +93,9 @@ def take_experts(
         else:
             digests = agree_on_digests(own, *shape, group.votes, deadline_s=deadline_s)
         if cache is None:
-            cache = _offered(group, host_cache, bank, placement, digests, network.join_deadline_s)
+            cache = _offer_own_experts(
+                group, host_cache, bank, placement, digests, network.join_deadline_s
+            )
         told = gathered(bank.handle, control)
         handles = dict(zip(group.members, map(str, told), strict=True))
         sources, why = checked_sources(
@@ -108,7 +110,7 @@ def take_experts(
     return bank, digests, sources
 
 
-def _offered(
+def _offer_own_experts(
     group: Group,
     host_cache: HostCacheAddress,
     bank: ExpertBank,
@@ -256,6 +258,7 @@ def _memory(
     from runtime.memory import SymmetricArena  # not there on a CPU
 
     num_bytes = bank_bytes(experts, model.num_layers, int(slots.max()), num_staging)
+    assert group.tokens is not None, "ranks on GPUs exchange tokens by their group"
     arena: SymmetricArena | PlainArena
     unmapped = ""
     try:
@@ -265,7 +268,7 @@ def _memory(
     return ExpertBank(*shape, num_staging=num_staging, arena=arena), unmapped
 
 
-def _digests_of(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Digest]:
+def _compute_digests(bank: ExpertBank, held: NDArray[np.int32]) -> dict[Record, Digest]:
     """Digests of what an engine has loaded, by the experts [L, C] that it was to load."""
     return {
         (layer, int(held[layer, slot])): bank.digest(layer, slot)

@@ -76,17 +76,19 @@ def meet(
             or secret.
     """
     deadline = time.monotonic() + deadline_s
-    store = _reached(mine, environ, deadline, tell)
+    store = _reach_store(mine, environ, deadline, tell)
     try:
-        return _met(mine, store, deadline, tell)
+        return _hold_meeting(mine, store, deadline, tell)
     except RuntimeError as exc:  # torch's: the rank that listens has ended
         raise RankError(f"rank {mine.rank}: the meeting of the ranks ended: {exc}") from exc
 
 
-def _met(mine: Attendance, store: Store, deadline: float, tell: Callable[[str], None]) -> Store:
+def _hold_meeting(
+    mine: Attendance, store: Store, deadline: float, tell: Callable[[str], None]
+) -> Store:
     if store.add(f"place/{mine.rank}", 1) > 1:
         refusal = (
-            f"rank {mine.rank}: its place is taken by {_described(store, mine.rank)}, "
+            f"rank {mine.rank}: its place is taken by {_describe(store, mine.rank)}, "
             f"found this process {os.getpid()} on {mine.host} too, expected one of them"
         )
         if _hello_of(store, mine.rank).get("host", mine.host) == mine.host:
@@ -182,10 +184,10 @@ def _all(
             tell_at = now + TELL_S
         Event().wait(min(left_s, pause_s))
         pause_s = min(2 * pause_s, 4 * RETRY_S)
-    return [_decoded(r, store.get(key)) for r, key in zip(mine.members, keys, strict=True)]
+    return [_decode(r, store.get(key)) for r, key in zip(mine.members, keys, strict=True)]
 
 
-def _decoded(rank: int, text: bytes) -> Any:
+def _decode(rank: int, text: bytes) -> Any:
     try:
         return decode_json(text)
     except ValueError as exc:
@@ -207,11 +209,11 @@ def _check_summaries(mine: Attendance, hellos: list[Any]) -> None:
 def _hello_of(store: Store, rank: int) -> Mapping[str, Any]:
     """What the process with a place has sent; empty: nothing yet."""
     is_there = store.check([f"{HELLO}/{rank}"])
-    found: Mapping[str, Any] = _decoded(rank, store.get(f"{HELLO}/{rank}")) if is_there else {}
+    found: Mapping[str, Any] = _decode(rank, store.get(f"{HELLO}/{rank}")) if is_there else {}
     return found
 
 
-def _described(store: Store, rank: int) -> str:
+def _describe(store: Store, rank: int) -> str:
     found = _hello_of(store, rank)
     return f"process {found['pid']} on {found['host']}" if found else "another process"
 
@@ -221,7 +223,7 @@ def is_agents(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _reached(
+def _reach_store(
     mine: Attendance, environ: Mapping[str, str], deadline: float, tell: Callable[[str], None]
 ) -> Store:
     """Reach the meeting; the lowest rank opens it, unless torchrun's agent did."""

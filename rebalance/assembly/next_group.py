@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Lock, Thread
 from traceback import clear_frames
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -49,6 +48,7 @@ from rebalance.assembly.survivors import (
     set_deadlines,
 )
 from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.recovery import RETRY_S, StoreRendezvous, let_go, rejoin
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheClient
@@ -59,9 +59,6 @@ from telemetry.state.events import REGROUPED
 from telemetry.state.groups import GroupProposal, Joiner
 from telemetry.state.joining import serving_ranks
 from telemetry.state.store import StateStore
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
 OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer
@@ -204,9 +201,9 @@ class NextGroup:
             return None
         if frozenset(proposal.members) == rank.members:
             return None
-        return None if unwanted(self._wanted(), rank.members, proposal.members) else proposal
+        return None if unwanted(self._read_wanted(), rank.members, proposal.members) else proposal
 
-    def _wanted(self) -> frozenset[int]:
+    def _read_wanted(self) -> frozenset[int]:
         wanted = self._rank.store.wanted_ranks()
         return frozenset(range(self._rank.topology.num_ranks) if wanted is None else wanted)
 
@@ -233,7 +230,7 @@ class NextGroup:
         rank, store = self._rank, self._rank.store
         now, members, placement = store.backend.now(), rank.members, rank.placement
         offers = {one.rank: one for one in store.joiners()}
-        operation, wanted = store.membership_change(), self._wanted()
+        operation, wanted = store.membership_change(), self._read_wanted()
         ready = wanted & offers.keys() - members
         if ready != self._ready:
             self._ready, self._ready_since = ready, time.monotonic()
@@ -389,7 +386,7 @@ def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
     survival, refusal, generation = None, "", 0
     if not rank.group.is_waiting:
         try:
-            survival = _planned(rank, left, joiners)
+            survival = _plan_change(rank, left, joiners)
             generation = rank.placement.generation
         except PlacementError as exc:
             refusal = str(exc)
@@ -424,7 +421,7 @@ def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
     rank.leave()
     stages.end("commit")
     if survival is None:
-        survival = _committed(rank.store, record)
+        survival = _read_committed(rank.store, record)
     rank.slots = replace(rank.slots, digests=formed.digests)
 
     def report() -> None:
@@ -439,7 +436,7 @@ def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
     stages.end("serve")
 
 
-def _planned(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Survival:
+def _plan_change(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Survival:
     survival = survive(rank.placement, rank.topology, left, joined=joiners)
     if survival.refills:
         raise PlacementError(
@@ -448,7 +445,7 @@ def _planned(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Surviva
     return survival
 
 
-def _committed(store: StateStore, record: Recovery) -> Survival:
+def _read_committed(store: StateStore, record: Recovery) -> Survival:
     """What the members of a new group have committed, for a rank that joins them."""
     run = store.current_run()
     expected = run_of(record.run, record.membership)

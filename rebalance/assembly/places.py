@@ -11,15 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from eplb.errors import RankError
-from rebalance.assembly.meeting import Attendance
 from rebalance.weights.link import local
-
-if TYPE_CHECKING:
-    from rebalance.assembly.description import DeploymentDescription
 
 HALT_FILE_VARIABLE = "EPLB_HALT_FILE"  # a pipe of eplb launch, below /proc
 MEMBERS_VARIABLE = "EPLB_MEMBERS"  # ranks that start together, "0,1,3"; missing: all
@@ -95,54 +90,3 @@ def _report(lines: str, environ: Mapping[str, str]) -> None:
 
 def _socket_of(deployment: str, rank: int, address: str) -> str:
     return f"\0eplb-rank-{deployment}-{rank}-{address}"
-
-
-def attendance(deployment: DeploymentDescription, rank: int, members: Sequence[int]) -> Attendance:
-    """What a rank shows to the members that it meets."""
-    own = deployment.hosts[int(deployment.topology.host_of_rank[rank])]
-    summary = dict(deployment.summary())
-    if len(members) < deployment.topology.num_ranks:
-        summary["members"] = ", ".join(map(str, members))
-    return Attendance(rank, members, own, deployment.join_key, summary)
-
-
-class RankProcess:
-    """The process of one rank: its place on its host, and what it shows to others.
-
-    Args:
-        rank: its number.
-        deployment: what every rank is given.
-        claim: open while this process has the rank's place.
-        environ: names the launcher, if there is one.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        deployment: DeploymentDescription,
-        claim: socket.socket,
-        environ: Mapping[str, str],
-    ) -> None:
-        self._rank, self._claim, self._environ = rank, claim, environ
-        self.deployment = deployment
-
-    def attend(self, members: Sequence[int]) -> Attendance:
-        """What it shows to the members of a group that it is to enter."""
-        return attendance(self.deployment, self._rank, members)
-
-    def report_run(self, run: str) -> None:
-        """Tell the launcher that the rank serves in this run now."""
-        report_run(self._rank, run, self._environ)
-        report_ready(self._rank, self._environ)
-
-    def report_wait(self, what: str) -> None:
-        """Tell the launcher what the rank waits for."""
-        report_wait(self._rank, what, self._environ)
-
-    def report_halt(self) -> None:
-        """Tell the launcher that the rank has left its serving loop in order."""
-        report_halt(self._rank, self._environ)
-
-    def close(self) -> None:
-        """Leave the rank's place to another process."""
-        self._claim.close()

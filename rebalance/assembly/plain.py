@@ -49,7 +49,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         ConfigError: the value is not of that kind.
     """
     try:
-        return _made(kind, value)
+        return _build(kind, value)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as exc:  # not shown: it may hold keys
@@ -57,14 +57,14 @@ def from_plain(kind: Any, value: Any) -> Any:
         raise ConfigError(f"{type(exc).__name__} in the values of a {expected}") from None
 
 
-def _made(kind: Any, value: Any) -> Any:
+def _build(kind: Any, value: Any) -> Any:
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         chosen = [one for one in args if one is not type(None)]
-        return None if value is None else _made(chosen[0], value)
+        return None if value is None else _build(chosen[0], value)
     if origin is tuple:
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
-        return tuple(_made(*pair) for pair in zip(kinds, value, strict=True))
+        return tuple(_build(*pair) for pair in zip(kinds, value, strict=True))
     if origin is Literal:
         if value not in args:
             raise ValueError(value)
@@ -75,7 +75,7 @@ def _made(kind: Any, value: Any) -> Any:
         return topology_from_dict(value)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{name: _made(hints[name], one) for name, one in value.items()})  # type: ignore[operator]
+        return kind(**{name: _build(hints[name], one) for name, one in value.items()})  # type: ignore[operator]
     if kind is bytes:
         return bytes.fromhex(value)
     if kind is float and isinstance(value, int):

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eplb.clock import Clock, Deadline
 from eplb.core.placement import Placement
@@ -33,6 +33,7 @@ from eplb.migration.serialisation import topology_to_dict
 from eplb.migration.survivors import Refill, Survival, survive
 from rebalance.assembly.config import RankConfig
 from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.rank.watcher import StoreLoss
 from rebalance.recovery import StoreRendezvous, let_go, recover, rejoin
 from rebalance.types import Record
@@ -41,9 +42,6 @@ from rebalance.weights.sources import HOST, WeightSources
 from runtime.counters import PassCounter
 from telemetry.state.events import MEMBERSHIP
 from telemetry.state.store import StateStore
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 GROUP_DEADLINE_S = 10.0  # for survivors to form their groups
 CACHE_DEADLINE_S = 20.0  # for a host cache that is started again while survivors refill
@@ -110,11 +108,11 @@ def join_survivors(
         record = recover(rank, rank.store)
         stages.end("agree")
 
-        def lost(record: Recovery = record) -> frozenset[int]:
+        def find_lost(record: Recovery = record) -> frozenset[int]:
             return rank.dead() & frozenset(record.survivors)
 
         def check() -> None:
-            if dead := lost():
+            if dead := find_lost():
                 raise RankError(f"rank {rank.number}: survivor {min(dead)} died")
 
         rendezvous = StoreRendezvous(rank.store, record.membership, check, deadline_s)
@@ -136,7 +134,7 @@ def join_survivors(
                 group.votes.close(is_failure=True)
             # Who did not come does not report either. If all come again, a second try shows what is
             # wrong: that a link is cut is seen late where no beats are sent.
-            if not lost() and tried == frozenset(record.survivors):
+            if not find_lost() and tried == frozenset(record.survivors):
                 raise
             tried = frozenset(record.survivors)
             log.warning(

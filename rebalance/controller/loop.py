@@ -240,7 +240,7 @@ class Controller:
             return
         if settings.stage == "layers":
             proposal = for_few_layers(proposal, settings.stage_layers)
-        why = self._held_back(control, serving)
+        why = self._why_held_back(control, serving)
         if not why and settings.stage == "propose":
             own = Why(CONTROLLER, trigger, proposal.reason)
             waits = waiting(self._store) or self._publisher.propose(group, proposal, serving, own)
@@ -277,7 +277,7 @@ class Controller:
             self._lease.check()
             self._store.end_membership_change(change.id, "failed", why=why)
 
-    def _held_back(self, control: Control, serving: Placement) -> str:
+    def _why_held_back(self, control: Control, serving: Placement) -> str:
         """Why no plan of the controller's own is published now; "" if one may be."""
         if control.observe or self._live.settings.stage == "observe":
             return "observe only"
@@ -285,7 +285,7 @@ class Controller:
             return SWITCHED_OFF
         if self._live.settings.stage == "layers" and self._planning.is_judging(serving):
             return f"the plan before it is judged first, on {ENOUGH} windows"
-        return self._paused() or self._failures.held_back(self._live.settings.back_off_s)
+        return self._why_paused() or self._failures.held_back(self._live.settings.back_off_s)
 
     def _step_back_if_due(self, group: ServingGroup, judged: Judged) -> None:
         """Set the stage before this one where a plan made its windows worse than allowed."""
@@ -330,7 +330,7 @@ class Controller:
         published = self._publisher.publish(group, proposal, serving, is_promise=False)
         return published is not None
 
-    def _paused(self) -> str:
+    def _why_paused(self) -> str:
         """Why no plan is published after a rollback by rule; "" if one may be."""
         left = self._paused_until - self._planned_window
         return f"{left} windows of the pause after a rollback are left" if left > 0 else ""

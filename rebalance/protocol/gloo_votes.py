@@ -78,7 +78,7 @@ class GlooVotes:
     def close(self, *, is_failure: bool = False) -> None:
         """Announce the leave to all ranks, unless it is a failure, and close the connections."""
         self._liveness.close(is_failure=is_failure)
-        self._group = None  # it is deleted where it is let go, not with this rank's old agent
+        self._group = None  # it is deleted where it is let go, and not here
 
 
 def _address_of(rank: int, message: Any) -> Address:

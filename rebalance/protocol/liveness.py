@@ -249,7 +249,7 @@ class LivenessConnections:
                 self._beats.heard(rank, now)
             elif kind == SILENT and len(unread) >= NUMBER.size:
                 number, unread = NUMBER.unpack(unread[: NUMBER.size])[0], unread[NUMBER.size :]
-                self._end(number, f"silent, by rank {self._named(rank)}", now)
+                self._end(number, f"silent, by rank {self._number_at(rank)}", now)
             elif kind == SILENT:
                 self._unread[rank], unread = kind + unread, b""
             else:
@@ -264,11 +264,11 @@ class LivenessConnections:
         line.close()
         self._beats.gone(rank, now)
         if rank not in self._leaving:
-            named, own = self._named(rank), self._named(self._rank)
+            named, own = self._number_at(rank), self._number_at(self._rank)
             self._dead |= {named}
             log.warning("rank %d: rank %d is dead: %s", own, named, why)
 
-    def _named(self, place: int) -> int:
+    def _number_at(self, place: int) -> int:
         """The number in the deployment of a rank of this group."""
         return place if self._members is None else self._members[place]
 

@@ -1,1 +1,1 @@
-"""Parts of a rank's agent, and its threads beside the step."""
+"""A rank, the group that it is in, and its threads beside the step."""

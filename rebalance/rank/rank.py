@@ -20,11 +20,11 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -37,24 +37,13 @@ from eplb.decision.expert_times import BUDGET_S, ExpertTimes
 from eplb.errors import (
     BrokenGroup,
     ConfigError,
-    EplbError,
     GroupChanges,
     RankError,
-    StoreError,
 )
 from eplb.migration.build import Migration
 from eplb.migration.recovery import Recovery, SurvivorReport
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.description import DeploymentDescription
-from rebalance.assembly.next_group import (
-    NextGroup,
-    NotChanged,
-    await_exclusion,
-    be_admitted,
-    change_group,
-)
-from rebalance.assembly.places import RankProcess
-from rebalance.assembly.survivors import Stages, serve_on
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN
 from rebalance.protocol.journal import JournalRecorder, JournalSink, NoJournal
@@ -64,7 +53,6 @@ from rebalance.rank.group import Group
 from rebalance.rank.sampling import Sampler
 from rebalance.rank.step_times import LOAD_PHASES, StepTimer
 from rebalance.rank.watcher import ReadAhead, SampleSink, StoreLoss, Watcher
-from rebalance.recovery import REPORT_DEADLINE_S, let_go, recover
 from rebalance.stage.mover import Mover
 from rebalance.stage.share import RankSlots
 from rebalance.swap.scrubber import ScrubSchedule
@@ -74,10 +62,10 @@ from rebalance.threads.waiting import SharedPhase
 from rebalance.threads.watchdog import Watchdog
 from rebalance.types import SWITCHED_OFF, Record, StepCounter
 from rebalance.weights.sources import WeightSources
-from runtime.counters import PassCounter, SlotCounter
+from runtime.counters import SlotCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank
-from runtime.group import end_exchanges, set_deadline
+from runtime.group import set_deadline
 from runtime.model.compute import Experts
 from runtime.model.expert_times import measure_experts
 from runtime.routing import RoutingTable
@@ -85,7 +73,6 @@ from runtime.streams import Completion
 from telemetry.state.live import Control
 from telemetry.state.runs import (
     EXPERT_TIMES,
-    GROUP_STAYS,
     HAS_ENDED,
     PROGRESS_THREAD,
     REPORT_EVERY_S,
@@ -97,9 +84,23 @@ from telemetry.state.store import StateStore
 # Within what `eplb launch` gives ranks after a signal: what waits longer is on disk, and is written
 # by the next start.
 FLUSH_DEADLINE_S = 10.0
+REPORT_DEADLINE_S = 5.0  # for running work to end before a rank writes its survivor report
 REPORTED_PAUSES = 256  # pauses of the latest swaps
 
 log = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """The process of a rank, as the rank sees it (``rebalance/assembly/process.py``)."""
+
+    deployment: DeploymentDescription
+    has_left: bool
+
+    def survive(self) -> bool:
+        """Enter another group; see ``Rank.survive``."""
+
+    def close(self) -> None:
+        """Leave the rank's place to another process."""
 
 
 class Rank:
@@ -121,6 +122,21 @@ class Rank:
     """
 
     new_watcher: type[Watcher] = Watcher  # a scheduler plays the threads itself
+
+    # Of the group that it is in, made anew by ``enter``.
+    sources: WeightSources
+    membership: int  # grows when it agrees with survivors
+    watchdog: Watchdog
+    recorder: JournalRecorder
+    shared: SharedPhase
+    mover: Mover
+    watcher: Watcher
+    voter: Voter
+    swapper: Swapper
+    voting: Voting
+    scrub_schedule: ScrubSchedule
+    update: WeightUpdate
+    last_step: int  # that was begun
 
     def __init__(
         self,
@@ -144,14 +160,10 @@ class Rank:
         self.report_every_s = 0.0  # longest time between two reports; 0: unknown
         self.expert_times: ExpertTimes | None = None  # measured before the start; None: it was not
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
-        self.process: RankProcess | None = None  # of a deployment that `eplb launch` has started
-        self.has_left = False  # as planned, so this process is to end, with status 0
+        self.process: Process | None = None  # of a deployment that `eplb launch` has started
+        self.dispatchers: list[AllToAllDispatcher] = []  # that exchange tokens in its group
         self._group: Group | None = None
-        self._next: NextGroup | None = None
         self._has_ended = False  # on every rank, by vote
-        self._dispatchers: list[AllToAllDispatcher] = []
-        # To delete a broken group of NCCL would wait for its exchanges up to their deadline.
-        self._broken: list[dist.ProcessGroup] = []
 
     def enter(
         self,
@@ -182,7 +194,7 @@ class Rank:
             weights_version, refused_up_to = state.weights_version, self.settled()[1]
         self._group, self.sources = group, sources
         self.slots = slots = replace(self.slots, topology=group.topology)
-        self.membership = group.membership  # grows when it agrees with survivors
+        self.membership = group.membership
         self._survivors: frozenset[int] | None = None
         self._is_recovering = False  # after a death: no step in this group may follow
         self._has_failed = False  # the last call, by an error of this rank's own
@@ -219,10 +231,10 @@ class Rank:
         self.voter = Voter(self.number, group.votes, config.vote_deadline_s, monotonic)
         self._sampler = Sampler(self, step)
         self.swapper = Swapper(self, placement, self._sampler.cut)
-        self.voting = Voting(self)
+        self.voting = Voting(self, self.voter, self.swapper)
         self.voting.wants_halt = wants_halt
-        self.scrub_schedule = ScrubSchedule(self)
-        self.update = WeightUpdate(self)
+        self.scrub_schedule = ScrubSchedule(self, self.swapper)
+        self.update = WeightUpdate(self, self.voter, self.swapper, self.voting, self.scrub_schedule)
         self._read_ahead = ReadAhead(
             self.number, group.topology, self.store, partial(_read_ahead, self.watcher, self.mover)
         )
@@ -552,32 +564,13 @@ class Rank:
             made.wait = self.wait_for_exchange
         else:
             made.wait = self._wait_for_kernel
-        self._dispatchers.append(made)
+        self.dispatchers.append(made)
         return made
 
     def _wait_for_kernel(self, exchange: dist.Work) -> None:
         """Wait for an exchange of NCCL, whose own wait with a deadline would end the group."""
         exchange.wait()  # of the stream, not of the host
         self.wait(Completion(is_cuda=True))
-
-    def take_part_in_changes(self, process: RankProcess) -> None:
-        """Let this rank serve on after a death, join and leave, as far as that is possible.
-
-        Raises:
-            ConfigError: it is to join the others, and cannot.
-        """
-        self.process, refusal = process, self._refusal()
-        self.notes[GROUP_STAYS] = refusal
-        if self.group.is_waiting:
-            if self.group.device.type != "cpu":
-                refusal = "its group is of NCCL, expected ranks on CPUs, whose groups are of gloo"
-            if refusal:
-                raise ConfigError(f"rank {self.number} cannot join the others: {refusal}")
-            # Its first step ends at once, and ``survive`` waits for the others to admit it.
-            self.shared.update(phases.freeze, "it waits to be admitted")
-            self.voting.switch_at = 0
-        elif not refusal:
-            self._watch_for_changes()
 
     def survive(self) -> bool:
         """After ``BrokenGroup``: agree with the other ranks, and serve on if that is possible.
@@ -590,91 +583,13 @@ class Rank:
             status 0 if it ``has_left``. After a death a start of all ranks is right then: each
             loads its slots from the placement of the store.
         """
-        process, stages = self.process, Stages()
-        assert process is not None, "a rank of a deployment has a process"
-        members, joins, before = self.members, self.group.is_waiting, list[object]([self.group])
-        why = refusal = self._refusal()
-        try:
-            if self._serves_on(process, stages, refusal):
-                tokens = self.group.tokens
-                assert tokens is not None, "the next group was formed with one"
-                for dispatcher in self._dispatchers:
-                    dispatcher.use(self.topology, tokens)
-                self._watch_for_changes()
-                self.start()
-                let_go(before)  # all ranks of the new group have left the one before
-                process.report_run(self.group.run)
-                log.warning("rank %d serves in run %s: %s", self.number, self.group.run, stages)
-                return True
-        except EplbError as exc:
-            log.warning("rank %d: no recovery: %s", self.number, exc)
-            if joins:
-                process.report_wait(f"another start: {exc}")
-            why = refusal or str(exc)
-        self.leave()  # an orderly leave: the others must not take it for a death
-        if self.config.serve_on and not (joins or self.has_left):
-            self._note_restart(members - self.members | self.dead() & members, why)
-        self.journal.close()
-        return False
+        assert self.process is not None, "a rank of a deployment has a process"
+        return self.process.survive()
 
-    def _serves_on(self, process: RankProcess, stages: Stages, refusal: str) -> bool:
-        """Enter another group; False: this rank ends."""
-        group = self.group
-        if group.is_waiting:
-            is_admitted = be_admitted(self, process.attend, stages)
-            self.has_left = not is_admitted
-            return is_admitted
-        if refusal:
-            log.info("rank %d does not serve on: %s", self.number, refusal)
-            recover(self, self.store)
-            return False
-        formed = None if self._next is None else self._next.take()
-        if self.changes_group:
-            try:
-                if formed is not None:
-                    change_group(self, formed, stages)
-                    return True
-                # Its votes were for a group without this rank, which may serve already.
-                if await_exclusion(self):
-                    process.report_halt()
-                    self.has_left = True
-                    return False
-            except NotChanged as exc:
-                log.warning("rank %d: the group is not changed as planned: %s", self.number, exc)
-        if formed is not None:
-            formed.close()
-            void: list[object] = [formed]
-            formed = None
-            let_go(void)
-        if group.device.type == "cuda" and group.tokens is not None:
-            self._broken.append(group.tokens)
-            end_exchanges(group.tokens, group.device)
-        serve_on(self, stages)
-        return True
-
-    def _refusal(self) -> str:
-        """Return why this rank cannot serve on after a death; "": it can."""
-        refusal = "" if self.config.serve_on else "agent.serve_on is off"
-        if self.group.device.type == "cuda" and not self._dispatchers:
-            refusal = refusal or (
-                "tokens are not exchanged by the dispatcher of all_to_all(), expected it on GPUs: "
-                "DeepEP's kernels wait for a dead rank"
-            )
-        if not isinstance(self.passes, PassCounter):
-            refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
-        return refusal
-
-    def _watch_for_changes(self) -> None:
-        """Have this rank take part in planned changes of its group; ranks on GPUs have none."""
-        if self.group.device.type == "cpu" and self.process is not None:
-            self._next = NextGroup(self, self.process.attend)
-            self.on_look = self._next.look
-
-    def _note_restart(self, lost: Collection[int], why: str) -> None:
-        try:
-            self.store.note_restart(self.group.run, sorted(lost), why)
-        except StoreError as exc:
-            log.warning("rank %d: the reason of the restart is not stored: %s", self.number, exc)
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left as planned, so that its process is to end, with status 0."""
+        return self.process is not None and self.process.has_left
 
     @property
     def changes_group(self) -> bool:

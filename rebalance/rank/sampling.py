@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from eplb.core.load import LoadSample, Phase
 from eplb.core.placement import Placement
 from eplb.errors import RankError
+from rebalance.rank.parts import RankInGroup
 from runtime.counters import Cut
 from runtime.streams import Completion
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 NONE = np.zeros(1, dtype=np.int64)
 
@@ -29,10 +26,10 @@ class Sampler:
         step: the first one that counts: passes before it were those of another group.
     """
 
-    def __init__(self, rank: Rank, step: int) -> None:
+    def __init__(self, rank: RankInGroup, step: int) -> None:
         self._deployment, self._run = rank.config.deployment, rank.group.run
         self._counter, self._clock, self._sink = rank.counter, rank.clock, rank.reporter
-        self._slots, self._strays = rank.slots, rank.table.strays
+        self._slots, self._strays = rank.slots, rank.slots.table.strays
         self._last_strays = Cut(self._strays, NONE)
         self._first_unsampled = step
         # Samples without their tokens, and the figures that are copied to the host.

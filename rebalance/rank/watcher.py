@@ -320,9 +320,9 @@ class Watcher:
             # Every rank writes the same; a late one may find that the group is further already.
             committed = self._store.committed()
             if committed is None or committed.placement.generation <= base:
-                # In the second case another rank has written it anew since the commit was refused,
-                # the store went back, or survivors have agreed, and this one is about to roll
-                # forward.
+                # A commit is refused although nothing after its base serves where the store went
+                # back, where another rank has restored it since, and where survivors have agreed:
+                # this rank then rolls forward, and the next try is by the number of the survivors.
                 raise StoreError(
                     "the commit was refused and a placement before it serves, expected that to be "
                     "restored which it follows, or the survivors' number"

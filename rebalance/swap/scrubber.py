@@ -29,7 +29,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,15 +40,13 @@ from eplb.errors import MigrationError, RankError
 from eplb.migration.build import Move, Source
 from rebalance.protocol import phases
 from rebalance.protocol.phases import Phase
+from rebalance.rank.parts import RankInGroup
 from rebalance.stage.lanes import Pull
-from rebalance.swap.swapper import LiveSlot, Loan
+from rebalance.swap.swapper import LiveSlot, Loan, Swapper
 from rebalance.threads.waiting import WAIT_S
 from rebalance.types import Digest
 from runtime.experts import ExpertBank
 from runtime.streams import Completion
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 MAX_REPAIRS = 2  # repairs of one slot; memory that loses its bytes a third time is broken
 
@@ -125,12 +122,17 @@ class Scrubber:
 
 
 class ScrubSchedule:
-    """Passes the work from the step to the mover's thread and back."""
+    """Passes the work from the step to the mover's thread and back.
 
-    def __init__(self, rank: Rank) -> None:
+    Args:
+        rank: whose slots are looked at.
+        swapper: knows the placement that serves, and writes the right bytes.
+    """
+
+    def __init__(self, rank: RankInGroup, swapper: Swapper) -> None:
         slots = rank.slots
         self.scrubber = Scrubber(slots.rank, slots.topology, slots.bank, slots.digests)
-        self._swapper, self._mover = rank.swapper, rank.mover
+        self._swapper, self._mover = swapper, rank.mover
         self._shared, self._orders, self._recorder = rank.shared, rank.watcher, rank.recorder
         self._every_steps = rank.config.scrub_every_steps  # idle steps; 0: never
         self._clock = rank.monotonic

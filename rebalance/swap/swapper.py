@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,18 +17,17 @@ from eplb.migration.build import Migration, Move
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
 from rebalance.protocol.phases import Phase, PlanRef, RankPhase, Swap
+from rebalance.protocol.voter import Voter
+from rebalance.rank.parts import RankInGroup
 from rebalance.stage.share import Share
 from runtime.streams import Completion
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 KEPT_PAUSES = 4096  # a rank serves for months
 
 
 @dataclass
 class StepFigures:
-    """Statistics of an agent."""
+    """Statistics of a rank."""
 
     experts_moved: int = 0
     rebalances: int = 0
@@ -76,7 +74,7 @@ class Swapper:
     """
 
     def __init__(
-        self, rank: Rank, placement: Placement, cut: Callable[[int, Placement], None]
+        self, rank: RankInGroup, placement: Placement, cut: Callable[[int, Placement], None]
     ) -> None:
         self.placement = placement  # a legal mix in mid-migration
         self._slots, self._shared, self._mover = rank.slots, rank.shared, rank.mover
@@ -188,10 +186,16 @@ class Swapper:
 
 
 class Voting:
-    """One rank's votes, on the step's thread."""
+    """One rank's votes, on the step's thread.
 
-    def __init__(self, rank: Rank) -> None:
-        self._voter, self._swapper = rank.voter, rank.swapper
+    Args:
+        rank: which votes.
+        voter: casts and reads.
+        swapper: does what a verdict orders.
+    """
+
+    def __init__(self, rank: RankInGroup, voter: Voter, swapper: Swapper) -> None:
+        self._voter, self._swapper = voter, swapper
         self._shared, self._recorder = rank.shared, rank.recorder
         self._membership, self._vote_every = rank.group.membership, rank.config.vote_every
         self.wants_halt = False

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,21 +25,37 @@ from eplb.errors import RankError
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
+from rebalance.protocol.voter import Voter
+from rebalance.rank.parts import RankInGroup
 from rebalance.stage.digest_table import agreed_digests, cast_digests
+from rebalance.swap.scrubber import ScrubSchedule
+from rebalance.swap.swapper import Swapper, Voting
 from rebalance.threads.waiting import WAIT_S
-
-if TYPE_CHECKING:
-    from rebalance.rank.rank import Rank
 
 log = logging.getLogger(__name__)
 
 
 class WeightUpdate:
-    """One rank's side of an update, on the step's thread."""
+    """One rank's side of an update, on the step's thread.
 
-    def __init__(self, rank: Rank) -> None:
-        self._voter, self._swapper, self._voting = rank.voter, rank.swapper, rank.voting
-        self._scrub_schedule, self._slots = rank.scrub_schedule, rank.slots
+    Args:
+        rank: whose weights are replaced.
+        voter: waits for the device.
+        swapper: knows the placement that serves.
+        voting: has a migration under way dropped.
+        scrub_schedule: stopped for the update.
+    """
+
+    def __init__(
+        self,
+        rank: RankInGroup,
+        voter: Voter,
+        swapper: Swapper,
+        voting: Voting,
+        scrub_schedule: ScrubSchedule,
+    ) -> None:
+        self._voter, self._swapper, self._voting = voter, swapper, voting
+        self._scrub_schedule, self._slots = scrub_schedule, rank.slots
         self._sources, self._votes, self._clock = rank.sources, rank.group.votes, rank.monotonic
         self._deadline_s = rank.config.vote_deadline_s  # for the other ranks
         self._shared, self._beat = rank.shared, rank.watchdog.step

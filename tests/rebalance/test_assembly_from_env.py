@@ -296,7 +296,7 @@ def test_description_shows_no_secret_and_its_summary_names_what_differs() -> Non
     [
         ("{", "cannot be read"),
         ('{"store": 7}', "DeploymentDescription"),
-        (described().to_json().replace('"version": 3', '"version": 4'), "version 4, expected 3"),
+        (described().to_json().replace('"version": 4', '"version": 3'), "version 3, expected 4"),
     ],
 )
 def test_damaged_description_is_refused(file: Path, text: str, expected: str) -> None:

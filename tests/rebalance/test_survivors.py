@@ -35,7 +35,7 @@ class RestartingHost(LocalHost):
         super().__init__(records)
         self.num_failures = num_failures
 
-    def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
+    def lease(self, records: Sequence[Record], **given: Any) -> int:
         if self.num_failures:
             self.num_failures -= 1
             raise HostCacheEnded("the host cache disconnected")
@@ -47,7 +47,7 @@ class RefusingHost(LocalHost):
 
     num_asked = 0
 
-    def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
+    def lease(self, records: Sequence[Record], **given: Any) -> int:
         self.num_asked += 1
         raise MigrationError("layer 0 expert 3 is not on disk")
 
@@ -118,7 +118,7 @@ class HostOfTheTimes(RestartingHost):
         super().__init__(records, 1)
         self.now, self.room = 0.0, 1
 
-    def lease(self, records: Sequence[Record], **given: Any) -> Mapping[str, int]:
+    def lease(self, records: Sequence[Record], **given: Any) -> int:
         self.now += 0.7 * CACHE_DEADLINE_S
         read = super().lease(records, **given)
         self.num_failures = 1

@@ -34,7 +34,7 @@ class LocalHost:
 
     def lease(
         self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
+    ) -> int:
         """Lease these records; return the bytes that were read from disk."""
         from_disk = 0
         for record in records:
@@ -47,7 +47,7 @@ class LocalHost:
             if record not in self._leased:
                 self._leased[record] = self._on_disk[record]
                 from_disk += len(self._on_disk[record])
-        return {"disk": from_disk}
+        return from_disk
 
     def hint(self, records: Sequence[Record]) -> None:
         """Nothing to do: reading takes no time."""

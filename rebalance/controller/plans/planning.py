@@ -104,7 +104,7 @@ class Planning:
         under = {window.index for window in complete[len(complete) - unseen :]}
         changes = []  # the first window after each
         for part in _parts(group, windows, decode_weight):
-            seen = _summed(part)
+            seen = _sum_windows(part)
             found = windows_since_change(seen)
             if found < seen.num_windows:
                 changes.append(part[-found])
@@ -166,7 +166,7 @@ class Planning:
             dispatch=DispatchRule(settings.request.dispatch),
         )
         took_s = round(self._clock() - begun, 4)
-        asked = _asked(settings, coverage)
+        asked = _describe_request(settings, coverage)
         self.how = {"plan_seconds": took_s, "windows": past.num_windows, "asked": asked}
         self.how["expert_curve"] = self._curve_source
         return proposal
@@ -228,7 +228,10 @@ class Planning:
             self._cost(group, settings),
             dispatch=DispatchRule(settings.request.dispatch),
         )
-        self.how = {"windows": past.num_windows, "asked": _asked(settings, Coverage(Constraints()))}
+        self.how = {
+            "windows": past.num_windows,
+            "asked": _describe_request(settings, Coverage(Constraints())),
+        }
         if settings.request.objective == "auto":
             problem = replace(problem, objective=objective_for(problem)[0])
         else:
@@ -253,13 +256,13 @@ class Planning:
         asked, cost = settings.request, settings.cost
         if asked.curve:
             cost = replace(cost, curve=curve_of(asked.curve))
-        curve, source = chosen_curve(cost.curve, self._measured(group))
+        curve, source = chosen_curve(cost.curve, self._read_expert_times(group))
         if source != self._curve_source:
             log.info("curve of the experts' time: %s: %s", source, curve)
             self._curve_source = source
         return replace(cost, curve=curve)
 
-    def _measured(self, group: ServingGroup) -> list[ExpertTimes]:
+    def _read_expert_times(self, group: ServingGroup) -> list[ExpertTimes]:
         """What ranks measured; a report that cannot be read is one of a rank without figures."""
         found = []
         for state in self._store.rank_states(group.run.run):
@@ -372,7 +375,7 @@ def _compacted(
     return compact(relieved(serving, topology, spare_slots), topology, spare_slots)
 
 
-def _summed(windows: Sequence[Window]) -> LoadHistory:
+def _sum_windows(windows: Sequence[Window]) -> LoadHistory:
     """Windows with all their tokens; at least one."""
     found = history(windows, last=len(windows))
     assert found is not None, "there is a window"
@@ -382,7 +385,7 @@ def _summed(windows: Sequence[Window]) -> LoadHistory:
 def _history(group: ServingGroup, windows: Sequence[Window], decode_weight: float) -> LoadHistory:
     """Complete windows as a plan looks at them."""
     if not decode_weight:
-        return _summed(windows)
+        return _sum_windows(windows)
     found = weighted(apart(group.folder, windows), decode_weight)
     assert found is not None, "there is a window"
     return found
@@ -401,7 +404,7 @@ def _unseen(
     return windows
 
 
-def _asked(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
+def _describe_request(settings: ControllerSettings, coverage: Coverage) -> dict[str, Any]:
     """Return what the planner was asked, as details of an event: request, budget and cost."""
     declared = {
         name: getattr(part, name)

@@ -109,11 +109,11 @@ def drafted(
         [layer_ids[move.layer], move.expert, move.dst_slot, move.source.name.lower(), move.src_slot]
         for move in plan.moves[:KEPT_MOVES]
     ]
-    detail = {"plan": plan.to_dict(), "move_list": moves, "explanation": _explained(plan)}
+    detail = {"plan": plan.to_dict(), "move_list": moves, "explanation": _explain(plan)}
     return proposal, Content(target, detail)
 
 
-def _explained(plan: Plan) -> list[dict[str, Any]]:
+def _explain(plan: Plan) -> list[dict[str, Any]]:
     layer_ids, gain = plan.problem.layer_ids, plan.before_per_layer - plan.after_per_layer
     changes = (plan.base.slot_to_expert != plan.target.slot_to_expert).any(axis=1)
     changes |= (plan.base.slot_share != plan.target.slot_share).any(axis=1)
@@ -189,11 +189,11 @@ class Pacing:
         budget = settings.step_time_budget
         found = [state.step_times for state in self._store.rank_states(run)] if budget else []
         times = [one for one in found if one is not None]
-        latest = self._judged(times, budget) if times else None
+        latest = self._judge_pace(times, budget) if times else None
         part, reason = pace_now(budget, latest, is_measured=bool(times))
         return NextPace(paced(settings.pace, part, num_layers), reason)
 
-    def _judged(self, times: Sequence[StepTimes], budget: float) -> PaceChange | None:
+    def _judge_pace(self, times: Sequence[StepTimes], budget: float) -> PaceChange | None:
         """Return the latest judgement, and write it down if it is made now."""
         offer, end, latest = self._last()
         if offer is None or (latest and latest.plan_id >= offer.plan_id):

@@ -58,7 +58,7 @@ class TrackRecord:
     def __init__(self, store: StateStore) -> None:
         self._store = store
         self.record = _latest(store)
-        self._open = deque(_unjudged(store), MOST_OPEN)  # oldest first
+        self._open = deque(_read_open_promises(store), MOST_OPEN)  # oldest first
         self._serving: Placement | None = None
         self._generations: set[int] = set()  # with the experts where they are now
 
@@ -111,10 +111,10 @@ class TrackRecord:
             count = _latest_under(since, windows)
             if _num_full(windows, count) >= ENOUGH:
                 self._open.remove(promise)
-                return self._judged(promise, problem_of(windows[-count:]))
+                return self._judge(promise, problem_of(windows[-count:]))
         return None
 
-    def _judged(self, promise: Promise, problem: Problem) -> Judged:
+    def _judge(self, promise: Promise, problem: Problem) -> Judged:
         given = realised(problem, promise)
         self.record = self.record.with_plan(promise.gain, given)
         judgement = Judgement(
@@ -153,7 +153,7 @@ def _may_serve(promise: Promise, committed: Placement) -> bool:
     return is_to_come or np.array_equal(committed.slot_to_expert, target.slot_to_expert)
 
 
-def _unjudged(store: StateStore) -> list[Promise]:
+def _read_open_promises(store: StateStore) -> list[Promise]:
     """The promises of the latest published plans that nobody has judged, oldest first."""
     found: list[Promise] = []
     offer: PlanOffer | None = None

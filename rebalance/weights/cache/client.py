@@ -401,15 +401,15 @@ class HostCacheClient:
             try:
                 self._wire.send(message)
             except MigrationError as exc:
-                raise self._disconnected() from exc
+                raise self._disconnection() from exc
 
     def _receive(self) -> Message:
         try:
             return self._wire.receive(max_bytes=MAX_JSON_BYTES)
         except MigrationError as exc:
-            raise self._disconnected() from exc
+            raise self._disconnection() from exc
 
-    def _disconnected(self) -> HostCacheEnded:
+    def _disconnection(self) -> HostCacheEnded:
         return HostCacheEnded(f"the host cache {self._name} disconnected")
 
     def close(self) -> None:

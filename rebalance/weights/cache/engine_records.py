@@ -69,7 +69,7 @@ class EngineRecords:
         wire.deadline = math.inf
         message = wire.receive()
         try:
-            server = self._opened(RecordOrigin(**message["open"]))
+            server = self._open_origin(RecordOrigin(**message["open"]))
         except (EplbError, OSError) as exc:
             log.error("records of an engine are not kept: %s", exc)
             wire.send({"error": str(exc)})
@@ -81,16 +81,16 @@ class EngineRecords:
             with self._lock:
                 self.num_ranks -= 1
 
-    def _opened(self, origin: RecordOrigin) -> HostCacheServer:
+    def _open_origin(self, origin: RecordOrigin) -> HostCacheServer:
         """The host cache of an origin, in place of an earlier one that no rank uses."""
         with self._lock:
             if self.server is None or origin != self._origin:
-                self.server = self._replaced(self.server, origin)
+                self.server = self._replace(self.server, origin)
                 self._origin = origin
             self.num_ranks += 1
             return self.server
 
-    def _replaced(self, before: HostCacheServer | None, origin: RecordOrigin) -> HostCacheServer:
+    def _replace(self, before: HostCacheServer | None, origin: RecordOrigin) -> HostCacheServer:
         if before is not None:
             if num_ranks := self.num_ranks or before.num_clients:
                 raise MigrationError(

@@ -351,7 +351,7 @@ class HostCacheSession:
             cache.invalidate(message["weights_version"])
             self._wire.send({"number": message["number"]})
         elif what in ("lacks", "offer"):
-            self._wire.send({"number": message["number"]} | self._offered(message))
+            self._wire.send({"number": message["number"]} | self._answer_offer(message))
         else:
             raise ValueError(f"unknown request {what!r}")
 
@@ -380,7 +380,7 @@ class HostCacheSession:
         else:
             self._cache.reload(request)
 
-    def _offered(self, message: Message) -> Message:
+    def _answer_offer(self, message: Message) -> Message:
         """Answer an offer, or which records are worth one."""
         server, records = self._server, _records(message)
         try:

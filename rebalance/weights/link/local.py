@@ -98,14 +98,14 @@ class LocalAdmission:
                     "authenticated"
                 )
             if refusal:
-                self._refused(peer, refusal)
+                self._refuse(peer, refusal)
                 return False
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 self._evict(of_process)
             self._unauthenticated[client] = peer
             return True
 
-    def _refused(self, peer: Peer, why: str) -> None:
+    def _refuse(self, peer: Peer, why: str) -> None:
         self._num_refused += 1
         if self._num_refused & (self._num_refused - 1) == 0:  # 1, 2, 4, ...: a flood fills no log
             log.warning(
@@ -120,7 +120,7 @@ class LocalAdmission:
         ((pid, _),) = of_process.most_common(1)
         oldest = next(one for one, peer in self._unauthenticated.items() if peer.pid == pid)
         peer = self._unauthenticated.pop(oldest)
-        self._refused(peer, f"{MAX_UNAUTHENTICATED} connections are not authenticated")
+        self._refuse(peer, f"{MAX_UNAUTHENTICATED} connections are not authenticated")
         break_off(oldest)
 
     def authenticated(self, client: socket.socket) -> None:
@@ -133,4 +133,4 @@ class LocalAdmission:
         with self._lock:
             peer = self._unauthenticated.pop(client, None)
             if peer is not None and failure:  # one that was evicted is counted already
-                self._refused(peer, failure)
+                self._refuse(peer, failure)

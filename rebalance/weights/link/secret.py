@@ -97,7 +97,7 @@ def deployment_secret(
             f"a secret is in {VARIABLE} and in {FILE_SETTING} {secret_file}, expected one of them"
         )
     if in_environment is not None:
-        return Secret(_checked(in_environment.encode(), VARIABLE), is_given=True)
+        return Secret(_check(in_environment.encode(), VARIABLE), is_given=True)
     if secret_file is not None:
         return Secret(_read(secret_file, f"{FILE_SETTING} {secret_file}"), is_given=True)
     for name, address in addresses.items():
@@ -133,10 +133,10 @@ def _read(path: Path, where: str) -> bytes:
             f"{where} has mode {stat.S_IMODE(mode):04o}, expected one that keeps other users out: "
             "0600 or 0640"
         )
-    return _checked(found, where)
+    return _check(found, where)
 
 
-def _checked(found: bytes, where: str) -> bytes:
+def _check(found: bytes, where: str) -> bytes:
     found = found.strip()
     if not LEAST_BYTES <= len(found) <= MOST_BYTES:
         raise ConfigError(

@@ -49,7 +49,7 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     ("variable", "section", "name", "expected"),
     [
         ("EPLB_STORE=redis://store:6379", "deployment", "store", "redis://store:6379"),
-        ("EPLB_TLS_CA_FILE=/etc/ca.pem", "network", "tls_ca_file", Path("/etc/ca.pem")),
+        ("EPLB_TLS_KEY_FILE=/etc/key.pem", "http", "tls_key_file", Path("/etc/key.pem")),
     ],
 )
 def test_variable_of_the_environment_has_the_type_of_its_setting(

@@ -171,7 +171,7 @@ def with_rank(world: World, index: int, rank: Rank) -> World:
 
 
 def hear(scenario: Scenario, world: World, rank: Rank) -> Rank:
-    """RankAgent.on_store_update: adopt what is published, or wish for the end of what is not."""
+    """Rank.on_store_update: adopt what is published, or wish for the end of what is not."""
     plan, published = rank.state.plan, world.open_plan
     if plan is not None:
         is_open = published is not None and published.plan_id == plan.plan_id
@@ -236,7 +236,7 @@ def off_path(scenario: Scenario, world: World, index: int) -> Iterator[tuple[str
 
 
 def boundaries(scenario: Scenario, world: World, index: int) -> Iterator[tuple[str, World]]:
-    """How one rank may pass its next boundary, as RankAgent.step does."""
+    """How one rank may pass its next boundary, as Rank.step does."""
     rank = world.ranks[index]
     if any(other.at < rank.at for other in world.ranks):
         return  # a slower rank has not begun the step before
@@ -277,7 +277,7 @@ def ballot_of(phase: int, wants_halt: bool) -> int:
 
 
 def obeyed(scenario: Scenario, world: World, index: int, ballots: tuple[int, ...]) -> Rank:
-    """RankAgent._obey, with a swap applied at once."""
+    """Voting.apply_verdict, with a swap applied at once."""
     rank = world.ranks[index]
     verdict = verdict_of(ballots)
     halt_at, before = rank.halt_at, rank.state
@@ -315,7 +315,7 @@ def swapped(scenario: Scenario, world: World, index: int, rank: Rank, order: Swa
 
 
 def flipped(scenario: Scenario, world: World, index: int, rank: Rank, order: Swap) -> Rank:
-    """RankAgent._swap in flip mode: the table alone."""
+    """Swapper.swap in flip mode: the table alone."""
     plan = rank.state.plan
     assert plan is not None, "only a plan is swapped"
     if rank.serving.count(plan.plan_id) != order.first:

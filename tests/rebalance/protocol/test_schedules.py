@@ -20,7 +20,7 @@ FOUND_BY = {
     "ring freed when ordered": 4,
     "reads_after ignored": 29,
     "staged unadopted": 1,
-    "digest not checked": 4,
+    "digest not checked": 198,
     "applied when ordered": 68,
     "skipped when prepared": 1,
     "not drained": 265,

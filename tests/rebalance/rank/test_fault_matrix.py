@@ -216,6 +216,9 @@ class LateVotes:
     def cast(self, ballot: Sequence[int]) -> PendingVote:
         return LateVote(self._votes.cast(ballot), self._draw(), self._when_asked)
 
+    def begin_beats(self) -> None:
+        self._votes.begin_beats()
+
     def dead(self) -> frozenset[int]:
         return self._votes.dead()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -80,15 +80,15 @@ class Simulated:
 
     def lease(
         self, records: Sequence[Record], *, deadline_s: float, is_wanted: IsWanted = always
-    ) -> Mapping[str, int]:
+    ) -> int:
         if self.leased.issuperset(records):
-            return {}
+            return 0
         if not self.has_records:
             raise MigrationError("the host has no records of these weights")
         self.ask(is_wanted)
         self.preloaded.append(list(records))
         self.leased.update(records)
-        return {"disk": SIZE * len(records)}
+        return SIZE * len(records)
 
     def ask(self, is_wanted: IsWanted) -> None:
         """The host needs so long that somebody may have called it off when it answers."""
@@ -174,9 +174,7 @@ def bench(rank: int, settings: StageSettings = CHUNKED, **transport: Any) -> Ben
     clock, dead = Clock(), set[int]()
     simulated = Simulated(clock, **transport)
     digests = torch.tensor([[digest(record_of((0, expert))) for expert in range(4)]])
-    choice = SourceChoice(
-        rank, TOPOLOGY, simulated.ranks, lambda: frozenset(dead), clock, reachable=frozenset()
-    )
+    choice = SourceChoice(rank, TOPOLOGY, simulated.ranks, lambda: frozenset(dead), clock)
     stager = Stager(WeightSources(simulated, simulated), choice, digests, settings, clock)
     return Bench(clock, simulated, choice, stager, dead)
 
