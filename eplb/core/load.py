@@ -179,8 +179,8 @@ class LoadHistory:
 def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     """Take a LoadHistory, or an array [L, E] or [T, L, E] (a torch tensor too), as a history.
 
-    Fractional loads are scaled to integers so that planning stays exact and repeatable. Routing ids
-    come as int16, uint8 or uint16 from engines: such an array is refused if it may be ids.
+    Fractional loads are scaled to integers so that planning stays exact and repeatable. An array
+    that may be routing ids is refused (``reads_as_ids``): LoadHistory says that it has counts.
 
     Raises:
         HistoryError: another shape, routing ids, negative or non-finite figures.
@@ -188,10 +188,11 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     if isinstance(history, LoadHistory):
         return history
     values = np.asarray(on_host(history))
-    if values.itemsize <= 2 and names_experts(values):
+    if reads_as_ids(values):
         raise HistoryError(
             f"{values.dtype} {list(values.shape)} has different numbers in each row: routing ids "
-            "[tokens, layers, top-k], expected counts [windows, layers, experts]"
+            "[tokens, layers, top-k], expected counts [windows, layers, experts]; "
+            "LoadHistory(array) states that it has counts"
         )
     if values.ndim == 2:
         values = values[None]
@@ -203,6 +204,7 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
 
 
 LARGEST_TOP_K = 64
+FEWEST_REPEATS = 3.0  # that chance makes in counts; none of them is evidence of ids
 MOST_EXPERTS = 4096  # of a layer; larger numbers are counts
 
 
@@ -215,6 +217,27 @@ def names_experts(values: NDArray[Any], num_experts: int = MOST_EXPERTS) -> bool
     if not is_table or not 1 <= values.shape[2] <= min(LARGEST_TOP_K, num_experts):
         return False
     return bool(values.min() >= -1 and values.max() < num_experts) and not repeats_expert(values)
+
+
+def reads_as_ids(values: NDArray[Any]) -> bool:
+    """Whether an array without a word about it is rather routing ids than counts.
+
+    Integers of one or two bytes are what engines return ids as. Wider ones, and floats that are
+    whole, are ids if no row names an expert twice though chance would repeat one in so many rows of
+    counts, and totals of layers differ: each token passes every layer, so those of counts are
+    equal.
+    """
+    if values.dtype.kind == "f" and values.ndim == 3 and values.shape[2] <= LARGEST_TOP_K:
+        values = values.astype(np.int64) if (values == np.floor(values)).all() else values
+    if values.itemsize <= 2 or not names_experts(values):
+        return names_experts(values)
+    num_tokens, num_layers, top_k = values.shape
+    totals = values.sum(axis=2)
+    if num_layers > 1 and (totals == totals[:, :1]).all():
+        return False
+    largest = int(values.max())
+    repeats = num_tokens * num_layers * top_k * (top_k - 1) / 2 / (largest + 1)
+    return largest >= top_k and (repeats >= FEWEST_REPEATS or (top_k == 1 and num_tokens > largest))
 
 
 def repeats_expert(ids: NDArray[Any]) -> tuple[int, int] | None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory, names_experts
 from eplb.core.model import spans
 from eplb.errors import ConfigError, HistoryError, counted
+from telemetry.formats.bounded import MOST_EXACT
 from telemetry.formats.engines.omni import is_map, is_map_of_slots, is_pattern
 from telemetry.formats.engines.sglang import MAP
 from telemetry.formats.types import (
@@ -50,15 +51,8 @@ OPTIONS = {
     "num_ranks": ("ranks", "--ranks"),
     "num_redundant": ("redundant experts", "--redundant"),
 }
-TABLES = {
-    "npy",
-    "npz",
-    "csv",
-    "counts",
-    "ascend-tensor",
-    "sglang-counts",
-    "sglang-dump",
-}  # nothing in them names their axes
+ARRAYS = {"npy", "npz", "counts", "ascend-tensor"}
+TABLES = ARRAYS | {"csv", "sglang-counts", "sglang-dump"}  # nothing in them names their axes
 ALIKE = 1e-3  # of totals that are equal but for rounding
 UNEQUAL = 1.02
 MOST_ROWS = 16  # layers for each expert
@@ -91,7 +85,14 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
             )
         return "omni"
     if values.dtype.kind == "f":
-        return "npy"
+        if not float(values.max()) < MOST_EXACT or np.mod(values, 1).any():
+            if values.ndim == 3 and np.allclose(values.sum(axis=2), 1.0, atol=1e-2):
+                raise ConfigError(
+                    f"{shape} has rows that sum to 1: probabilities of tokens, expected counts, or "
+                    "--format npy for shares of windows [windows, layers, experts]"
+                )
+            return "npy"
+        values = values.astype(np.int64)
     if is_map(values):
         return "expert-map"
     if is_map_of_slots(values):
@@ -130,9 +131,15 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
 
 
 def accept(
-    file: LoadFile | PlacementFile, name: str, options: ReadOptions
+    file: LoadFile | PlacementFile, name: str, options: ReadOptions, *, is_named: bool = False
 ) -> LoadFile | PlacementFile:
     """A file that was read, with its MoE layers alone, as far as it agrees with the statements.
+
+    Args:
+        file: as its format defines it.
+        name: of the format.
+        options: what the user states.
+        is_named: the user names the format, so that its windows are no counters.
 
     Raises:
         ConfigError: a statement that the file contradicts, or one that is missing.
@@ -152,6 +159,8 @@ def accept(
             f"slots, {by}"
         )
         return replace(file, notes=(text, *file.notes))
+    if file.top_k is None and name in ARRAYS and not is_named:
+        _check_counters(file.history.tokens)
     return _accept_load(file, name, by, options)
 
 
@@ -203,6 +212,16 @@ def compare(options: ReadOptions, **values: int | None) -> None:
             raise ConfigError(f"the file has {value} {what}, expected {stated} as {option} states")
 
 
+def _check_counters(tokens: NDArray[np.int64]) -> None:
+    """Refuse windows [T, L, E] that are readings of counters, which never fall."""
+    steps = np.diff(tokens, axis=0)
+    if len(steps) > 2 and tokens[0].size > 2 and steps.any() and (steps >= 0).all():
+        raise ConfigError(
+            f"no count falls in {len(tokens)} windows: counters since a start, expected their "
+            "differences, or --format npy where they are windows"
+        )
+
+
 def _check_axes(
     tokens: NDArray[np.int64],
     layers: Layers,
@@ -236,6 +255,12 @@ def _check_axes(
                 f"{times.max()} layers have the same counts {twice[0][:4].tolist()}..., expected "
                 "different ones: a row twice, or --layer-ids states the layers"
             )
+    is_sum = (2 * kept == kept.sum(axis=2, keepdims=True)).all(axis=(0, 1))
+    if not is_stated and is_sum.any() and kept.shape[2] > 2 and totals.size > 1:
+        raise ConfigError(
+            f"expert {is_sum.argmax()} has as many tokens as all others together, in each layer: a "
+            "column of totals, expected experts alone, or --experts with the model's number"
+        )
     if _are_alike(totals, 1):
         return
     varies = bool((tokens != tokens[:1]).any()) and not is_stated

@@ -35,6 +35,7 @@ from eplb.core.placement import Placement
 from eplb.errors import HistoryError, PlacementError, StoreError
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import (
+    MOST_EXACT,
     check_regular,
     int_array,
     member,
@@ -107,12 +108,16 @@ def _load_file(
         raise HistoryError(
             f"shape {counts.shape}, expected [layers, experts] or with windows first"
         )
-    is_whole = counts.dtype.kind != "f" or not np.mod(counts, 1).any()
-    notes = () if is_whole else ("loads are fractions: they are scaled to whole numbers",)
+    is_float = counts.dtype.kind == "f"
+    notes: tuple[str, ...] = ()
+    windows = counts[None] if counts.ndim == 2 else counts
+    if is_float and not (float(counts.max()) < MOST_EXACT and not np.mod(counts, 1).any()):
+        notes = ("loads are fractions: they are scaled to whole numbers",)
+        history = as_history(windows.astype(np.float64))
+    else:  # that they are no routing ids was decided before, or by the user
+        history = LoadHistory(windows.astype(np.int64) if is_float else windows)
     if unread := ", ".join(sorted(set(names) - {"load", "counts", "layer_ids"}))[:80]:
         notes = (*notes, f"{place}not read: {unread}")
-    given = counts.astype(np.float64) if counts.dtype == np.float16 else counts
-    history = as_history(given[None] if counts.ndim == 2 else given)
     return LoadFile(history, numbered_layers(ids, history.num_layers), notes=notes)
 
 
@@ -199,18 +204,19 @@ def _experts_of(labels: list[str]) -> NDArray[np.int64]:
 
 def _check_no_labels(counts: NDArray[np.int64]) -> None:
     """Refuse numbers of experts or layers among the counts of a table without a header."""
-    index = np.arange(len(counts))
-    rest = counts[:, 1:].sum(axis=1)
-    if len(counts) > 1 and np.array_equal(counts[0], np.arange(counts.shape[1])):
+    if len(counts) < 2:
+        return
+    first_row, first_column, rest = counts[0], counts[:, 0], counts[:, 1:].sum(axis=1)
+    if first_row.size > 1 and (np.diff(first_row) == 1).all():
         raise HistoryError(
-            "row 1 is 0, 1, 2, ...: numbers of experts, expected counts, or 'layer' as the first "
-            "cell of a header"
+            f"row 1 is {first_row[0]}, {first_row[1]}, ...: numbers of experts or of layers, "
+            "expected counts, or 'layer' as the first cell of a header"
         )
-    is_rising = len(counts) > 1 and np.array_equal(counts[:, 0] - counts[0, 0], index)
+    is_rising = (np.diff(first_column) == 1).all()
     if is_rising and (len(counts) > 2 or rest.min() == rest.max() > 0):
         raise HistoryError(
-            f"column 1 is {counts[0, 0]}, {counts[1, 0]}, ...: numbers of layers, expected counts, "
-            "or a header that begins with 'layer'"
+            f"column 1 is {first_column[0]}, {first_column[1]}, ...: numbers of layers, expected "
+            "counts, or a header that begins with 'layer'"
         )
 
 

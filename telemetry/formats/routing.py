@@ -82,8 +82,11 @@ def as_load(routing: Routing, path: Path, options: ReadOptions) -> LoadFile:
         # One bin more, in front, collects the padding.
         shifted = chosen.astype(np.int64).ravel() + 1
         tokens[window, layer] = np.bincount(shifted, minlength=num_experts + 1)[1:]
-    history = LoadHistory(tokens)
-    return LoadFile(history, routing.layers, notes=routing.notes, top_k=ids.shape[2])
+    notes = routing.notes
+    if rest := len(ids) % each:
+        text = f"{rest} of {len(ids)} tokens, behind the last whole window of {each}, are not used"
+        notes = (*notes, text)
+    return LoadFile(LoadHistory(tokens), routing.layers, notes=notes, top_k=ids.shape[2])
 
 
 def experts_of(ids: NDArray[Any], path: Path, options: ReadOptions) -> int:

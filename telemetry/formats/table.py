@@ -134,7 +134,7 @@ def read(place: str, options: ReadOptions, name: str | None = None) -> Found:
         if path.is_dir() and (name := name or _format_of_folder(path)) not in WHOLE_FOLDERS:
             return _read_folder(path, options, name)
         kind, file = read_file(path, options, name)
-        return accept(file, kind, options)
+        return accept(file, kind, options, is_named=name is not None)
 
 
 def read_file(path: Path, options: ReadOptions, name: str | None = None) -> tuple[str, Found]:
@@ -163,7 +163,7 @@ def read_files(paths: list[Path], options: ReadOptions, name: str | None = None)
     """
     with reading(paths[0].parent, "files of load of one kind"):
         kind, file = _joined(paths, options, name)
-        accepted = accept(file, kind, options)
+        accepted = accept(file, kind, options, is_named=name is not None)
     assert isinstance(accepted, LoadFile), "as it was given"
     return accepted
 

@@ -358,6 +358,11 @@ def check_cells(where: str, shape: tuple[int, ...], num_bytes: int) -> None:
         )
 
 
+def ranks_summed(num_files: int) -> str:
+    """The note on files of ranks: nothing in them tells how many there are."""
+    return f"files of ranks 0..{num_files - 1} are summed: whether one more is missing is not told"
+
+
 def cut_unlike(lost: str, strict: bool) -> tuple[str, ...]:
     """The note on a part of a recording that others lack; the rest is used.
 

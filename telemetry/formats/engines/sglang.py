@@ -46,6 +46,7 @@ from telemetry.formats.types import (
     history_of,
     model_layers,
     placement_of,
+    ranks_summed,
     rows_as_hidden,
     to_logical,
     whole_steps,
@@ -157,7 +158,7 @@ def _sum_of_ranks(
         layers,
         current,
         len(files) if len(files) > 1 else None,
-        notes=(*notes, *lost, only_last),
+        notes=(*notes, *lost, *([ranks_summed(len(files))] if len(files) > 1 else []), only_last),
     )
 
 

@@ -43,6 +43,7 @@ from telemetry.formats.types import (
     history_of,
     model_layers,
     placement_of,
+    ranks_summed,
     whole_steps,
 )
 
@@ -85,6 +86,7 @@ def read_statistics(folder: Path, options: ReadOptions) -> LoadFile:
     check_cells("the folder", shape, sum(one.nbytes for one in sums.values()))
     tokens = np.array([[sums[step, layer] for layer in layers] for step in whole])
     num_ranks = max(stages.values()) if len(set(stages.values())) == 1 else None
+    notes = (*notes, ranks_summed(len(paths)))
     return LoadFile(
         history_of(tokens, whole, whole), as_layers(layers), None, num_ranks, notes=notes
     )
