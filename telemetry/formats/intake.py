@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory, names_experts
+from eplb.core.load import LoadHistory, names_experts, second_reading
 from eplb.core.model import spans
 from eplb.errors import ConfigError, HistoryError, counted
 from telemetry.formats.bounded import MOST_EXACT
@@ -55,7 +55,6 @@ ARRAYS = {"npy", "npz", "counts", "ascend-tensor"}
 TABLES = ARRAYS | {"csv", "sglang-counts", "sglang-dump"}  # nothing in them names their axes
 ALIKE = 1e-3  # of totals that are equal but for rounding
 UNEQUAL = 1.02
-MOST_ROWS = 16  # layers for each expert
 FEWEST_SUMS = 4  # totals of windows and layers that are alike by no chance
 
 
@@ -69,12 +68,10 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
     if values.dtype.kind not in "iuf" or not values.size:
         return "npy"
     lowest, shape = float(values.min()), f"{values.dtype} {list(values.shape)}"
-    is_long = values.ndim == 2 and len(values) >= MOST_ROWS * values.shape[1]
-    if is_long and options.num_experts != values.shape[1]:
-        raise ConfigError(
-            f"{shape} has far more rows than columns, expected [layers, experts] (--format npy), "
-            "or routing ids with three axes, [tokens, layers, top-k]"
-        )
+    why = second_reading(values)
+    is_open = values.dtype.kind == "f" or options.num_experts != values.shape[-1]
+    if why and "ids" not in why and values.ndim in (2, 3) and is_open and not is_pattern(values):
+        raise ConfigError(f"{shape} {why}, expected counts, or --format npy where it is load")
     is_stated = options.window_tokens is not None or options.top_k is not None
     counts = lowest >= 0 and not is_stated and options.num_experts in (None, values.shape[-1])
     if counts and is_pattern(values):
@@ -86,11 +83,6 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
         return "omni"
     if values.dtype.kind == "f":
         if not float(values.max()) < MOST_EXACT or np.mod(values, 1).any():
-            if values.ndim == 3 and np.allclose(values.sum(axis=2), 1.0, atol=1e-2):
-                raise ConfigError(
-                    f"{shape} has rows that sum to 1: probabilities of tokens, expected counts, or "
-                    "--format npy for shares of windows [windows, layers, experts]"
-                )
             return "npy"
         values = values.astype(np.int64)
     if is_map(values):
@@ -98,7 +90,8 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
     if is_map_of_slots(values):
         raise ConfigError(
             f"{shape} has each of 0..{values.max()} in every layer: experts by slot; expected a "
-            f'placement as JSON, {{"{MAP}": [[...]]}}, or --format npy for counts'
+            f'placement as JSON, {{"{MAP}": [[...]]}}, routing ids with tokens first, or '
+            "--format npy for counts"
         )
     ids = names_experts(values, options.num_experts or 4096)
     if ids:
@@ -116,7 +109,7 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
         if by_type and counts and not _are_alike(sums, 1):
             raise ConfigError(
                 f"{shape} is the type of routing ids, and a row names an expert twice: expected "
-                "--format npy for counts"
+                "--format npy for counts; of ids, padding is -1, and a dense layer is left out"
             )
         return "npy"
     if counts and sums.size >= FEWEST_SUMS and sums.shape[1] > 1 and _are_alike(sums, 1):
@@ -159,9 +152,12 @@ def accept(
             f"slots, {by}"
         )
         return replace(file, notes=(text, *file.notes))
-    if file.top_k is None and name in ARRAYS and not is_named:
-        _check_counters(file.history.tokens)
-    return _accept_load(file, name, by, options)
+    accepted = _accept_load(file, name, by, options)
+    is_told = is_named or file.top_k is not None or options.num_experts is not None
+    why = "" if is_told or name not in ARRAYS else second_reading(file.history.tokens)
+    if why:
+        raise ConfigError(f"the file {why}, expected load, or --format {name} where it is")
+    return accepted
 
 
 def _accept_load(file: LoadFile, name: str, by: str, options: ReadOptions) -> LoadFile:
@@ -212,16 +208,6 @@ def compare(options: ReadOptions, **values: int | None) -> None:
             raise ConfigError(f"the file has {value} {what}, expected {stated} as {option} states")
 
 
-def _check_counters(tokens: NDArray[np.int64]) -> None:
-    """Refuse windows [T, L, E] that are readings of counters, which never fall."""
-    steps = np.diff(tokens, axis=0)
-    if len(steps) > 2 and tokens[0].size > 2 and steps.any() and (steps >= 0).all():
-        raise ConfigError(
-            f"no count falls in {len(tokens)} windows: counters since a start, expected their "
-            "differences, or --format npy where they are windows"
-        )
-
-
 def _check_axes(
     tokens: NDArray[np.int64],
     layers: Layers,
@@ -240,7 +226,9 @@ def _check_axes(
         return
     unused = int((~tokens.any(axis=(0, 1))).sum())
     if unused:
-        notes.append(f"{counted(unused, 'expert')} of {tokens.shape[2]} have no token in any layer")
+        ids = spans(np.flatnonzero(~tokens.any(axis=(0, 1))).tolist())[:80]
+        what = counted(unused, "expert")
+        notes.append(f"{what} of {tokens.shape[2]} have no token in any layer: {ids}")
     if not busy.all():
         idle = spans([layers.ids[row] for row in np.flatnonzero(~busy).tolist()])
         notes.append(f"layers {idle} have no tokens in any window: their imbalance counts as 1.0")
@@ -357,7 +345,9 @@ def join(names: Sequence[str], parts: Sequence[LoadFile], options: ReadOptions) 
     if len(stages) > 1:
         notes.append(f"{len(stages)} stages are joined by their layers")
     if (num_ranks := max(map(len, stages.values()))) > 1:
-        notes.append(f"files of {num_ranks} ranks are summed")
+        notes.append(f"files of {num_ranks} ranks are summed, as if each counts all experts")
+    if alike := len(parts) - len({part.history.tokens.tobytes() for part in parts}):
+        notes.append(f"{counted(alike, 'file')} of {len(parts)} have the same counts as another")
     history = LoadHistory(tokens)
     if len(recordings) == 1:
         first, final = (

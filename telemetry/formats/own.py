@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from eplb.core.load import LoadHistory, as_history
+from eplb.core.load import LoadHistory, history_of_figures
 from eplb.core.placement import Placement
-from eplb.errors import HistoryError, PlacementError, StoreError
+from eplb.errors import ConfigError, HistoryError, PlacementError, StoreError
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import (
     MOST_EXACT,
@@ -113,7 +113,7 @@ def _load_file(
     windows = counts[None] if counts.ndim == 2 else counts
     if is_float and not (float(counts.max()) < MOST_EXACT and not np.mod(counts, 1).any()):
         notes = ("loads are fractions: they are scaled to whole numbers",)
-        history = as_history(windows.astype(np.float64))
+        history = history_of_figures(windows.astype(np.float64))
     else:  # that they are no routing ids was decided before, or by the user
         history = LoadHistory(windows.astype(np.int64) if is_float else windows)
     if unread := ", ".join(sorted(set(names) - {"load", "counts", "layer_ids"}))[:80]:
@@ -141,6 +141,11 @@ def read_csv(path: Path, options: ReadOptions) -> LoadFile:
         return _load_file(counts, None)
     if set(names) >= LONG:
         return _long_table(counts, names, options)
+    if set(names) >= {"layer", "expert"}:
+        raise HistoryError(
+            f"header {', '.join(names)[:80]} without a count, expected layer, expert and count: "
+            "count the rows of each layer and expert"
+        )
     has_ids = names[0] == "layer"
     order = _experts_of(names[has_ids:])
     return _load_file(counts[:, has_ids:][:, order], counts[:, 0] if has_ids else None)
@@ -158,7 +163,7 @@ def read_long(paths: Sequence[Path], options: ReadOptions) -> LoadFile | None:
         [np.insert(rows, 0, rank, axis=1) for rank, (_, rows) in enumerate(parts)]
     )
     file = _long_table(rows, ["rank", *parts[0][0]], options)
-    return replace(file, notes=(f"{len(paths)} files are summed: one of each rank",))
+    return replace(file, notes=(*file.notes, f"{len(paths)} files are summed: one of each rank"))
 
 
 def _csv_cells(path: Path) -> tuple[list[str], NDArray[np.int64]]:
@@ -181,7 +186,8 @@ def _whole_cell(cell: str, row: int, column: int) -> int:
     value = Decimal(cell) if WHOLE.fullmatch(cell) and len(cell) < 40 else None
     if value is None or value != value.to_integral_value() or value >= 10**18:
         raise HistoryError(
-            f"row {row}, column {column} is {cell[:20]!r}, expected a whole number from 0"
+            f"row {row}, column {column} is {cell[:20]!r}, expected a whole number from 0, and "
+            "commas between cells"
         )
     return int(value)
 
@@ -236,12 +242,20 @@ def _long_table(counts: NDArray[np.int64], names: list[str], options: ReadOption
     if times.max() > 1:
         _, of_layer, of_expert = places[:, times.argmax()].tolist()
         raise HistoryError(f"layer {of_layer}, expert {of_expert} stand in two rows, expected one")
+    if expert.min() == 1 and options.num_experts is None:
+        raise ConfigError(
+            f"experts 1..{expert.max()}, none is 0: expected numbers from 0, or --experts where "
+            "expert 0 has no token"
+        )
     num_experts = options.experts_in("a row", int(expert.max()))
     ids, place_of = np.unique(layer, return_inverse=True)
     check_cells("the table", (len(ids), num_experts), counts.nbytes)
     summed = np.zeros((len(ids), num_experts), dtype=np.int64)
     np.add.at(summed, (place_of, expert), column["count"])
-    return _load_file(summed, ids)
+    file = _load_file(summed, ids)
+    lacking = summed.size - len(np.unique(np.stack((layer, expert)), axis=1)[0])
+    note = f"{lacking} of {summed.size} pairs of layer and expert are not in the table: taken as 0"
+    return replace(file, notes=(*file.notes, note)) if lacking else file
 
 
 def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:

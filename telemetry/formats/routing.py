@@ -75,6 +75,12 @@ def as_load(routing: Routing, path: Path, options: ReadOptions) -> LoadFile:
             f"trace {path} holds {len(ids)} tokens, {num_windows} windows of {each}, expected at "
             "least 2 windows"
         )
+    stated = (options.num_layers, options.layer_ids, options.first_moe_layer, options.layout)
+    if len(ids) < num_layers and stated == (None, None, None, None):
+        raise ConfigError(
+            f"{len(ids)} tokens of {num_layers} layers: as if ids were [layers, tokens, top-k], "
+            f"expected [tokens, layers, top-k], or --num-layers {num_layers}"
+        )
     check_cells(f"trace {path}", (num_windows, num_layers, num_experts), ids.nbytes)
     tokens = np.zeros((num_windows, num_layers, num_experts), dtype=np.int64)
     for window, layer in np.ndindex(num_windows, num_layers):

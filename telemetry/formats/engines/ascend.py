@@ -53,8 +53,10 @@ def of_map(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
                 f"layer_list[{row}] has {table.shape[0]} devices x {table.shape[1]} slots, "
                 f"expected {tables[0].shape[0]} x {tables[0].shape[1]}"
             )
-        if entry.get("layer_id", row) != row:
-            notes = ("entries are taken by their place: a layer_id differs from it",)
+        places = [("layer_id", entry, row)]
+        places += [("device_id", device, place) for place, device in enumerate(devices)]
+        if wrong := [name for name, named, place in places if named.get(name, place) != place]:
+            notes = (f"entries are taken by their place: a {wrong[0]} differs from it",)
         tables.append(table)
     held = np.array(tables)
     num_layers, num_devices, each = held.shape

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import as_history, repeats_expert
+from eplb.core.load import history_of_figures, repeats_expert
 from eplb.core.placement import Placement
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import (
@@ -80,7 +80,7 @@ def _stat(counts: Any, notes: tuple[str, ...]) -> LoadFile:
     if not isinstance(counts, np.ndarray) or counts.ndim not in (2, 3) or not counts.size:
         shape = getattr(counts, "shape", type(counts).__name__)
         raise HistoryError(f"{COUNT} has shape {shape}, expected [steps, layers, experts]")
-    steps = as_history(counts[None] if counts.ndim == 2 else counts)
+    steps = history_of_figures(counts)
     last_filled = int(np.flatnonzero(steps.tokens.any(axis=(1, 2))).max(initial=0)) + 1
     if last_filled < steps.num_windows:
         unfilled = steps.num_windows - last_filled

@@ -26,7 +26,15 @@ from telemetry.formats.table import (
     write_placement,
 )
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, as_layers, rows_in_order
-from tests.support.formats.seeds import npy, npz, per_pass, seeds, torch_file, write_seed
+from tests.support.formats.seeds import (
+    ASCEND_JSON,
+    npy,
+    npz,
+    per_pass,
+    seeds,
+    torch_file,
+    write_seed,
+)
 
 NONE = ReadOptions()
 EXPERTS = 16
@@ -131,7 +139,7 @@ def test_counters_that_never_fall_are_no_windows_unless_npy_is_named(tmp_path: P
     windows = np.random.default_rng(1).integers(1, 90, (6, 2, 8))
     path = place(tmp_path, "c.npy", npy(windows.cumsum(axis=0)))
 
-    with pytest.raises(ConfigError, match="no count falls in 6 windows: counters since a start"):
+    with pytest.raises(ConfigError, match="no count that falls: counters since a start"):
         read_load(path, NONE)
     assert read_load(path, NONE, "npy").history.num_windows == 6
     assert read_load(place(tmp_path, "w.npy", npy(windows)), NONE).history.num_windows == 6
@@ -190,6 +198,38 @@ def test_planner_takes_an_array_of_small_counts(counts: Any) -> None:
     assert made.problem.history.tokens.tolist() == array.tolist()
 
 
+PROBABILITIES = np.random.default_rng(2).dirichlet(np.ones(8), (4, 60))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (PROBABILITIES, "rows that sum to 1: probabilities of tokens"),
+        (np.eye(8, dtype=np.int64)[IDS[:60, :, 0].T % 8], "0 and 1 alone, as many in each row"),
+        (IDS[:60, 0], "far more rows than columns: tokens of one layer"),
+        (
+            np.random.default_rng(1).integers(1, 90, (6, 2, 8)).cumsum(axis=0),
+            "no count that falls: counters since a start",
+        ),
+    ],
+    ids=["probabilities", "one-hot", "ids of one layer", "counters"],
+)
+def test_planner_refuses_an_array_that_is_rather_something_else(
+    values: NDArray[Any], why: str
+) -> None:
+    with pytest.raises(HistoryError, match=why):
+        plan(values, Topology.uniform(1, 4, 2))
+
+
+def test_routing_ids_with_layers_first_need_their_number_of_layers(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).random((6, 30, 64)).argsort(axis=2)[:, :, :4]
+    path = place(tmp_path, "r.npy", npy(ids.astype(np.uint8)))
+
+    with pytest.raises(ConfigError, match="6 tokens of 30 layers: as if ids were"):
+        read_load(path, ReadOptions(window_tokens=2))
+    assert read_load(path, ReadOptions(window_tokens=2, num_layers=30)).history.num_layers == 30
+
+
 # -- long tables, numbers, headers
 
 
@@ -235,6 +275,8 @@ def test_folder_of_long_tables_is_summed_over_ranks(tmp_path: Path) -> None:
     ("text", "why"),
     [
         (LONG + "3,0,50\n", "layer 3, expert 0 stand in two rows"),
+        ("layer,expert\n3,0\n3,1\n", "without a count, expected layer, expert and count"),
+        ("layer;0;1\n3;5;1\n", "commas between cells"),
         (LONG.replace("count\n", "count,step\n", 1).replace("0\n", "0,1\n"), "at most rank"),
         ("layer,0,1,3\n3,1,2,3\n", "column '3' of the header, expected the experts 0..2"),
         ("layer,0,1,total\n3,1,2,3\n", "column 'total' of the header"),
@@ -249,6 +291,31 @@ def test_folder_of_long_tables_is_summed_over_ranks(tmp_path: Path) -> None:
 def test_table_with_a_second_reading_is_refused(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(HistoryError, match=why):
         read_load(place(tmp_path, "t.csv", text), NONE)
+
+
+def test_long_table_from_expert_1_asks_and_its_missing_pairs_are_noted(tmp_path: Path) -> None:
+    path = place(tmp_path, "t.csv", "layer,expert,count\n3,1,5\n3,2,4\n4,1,9\n")
+
+    with pytest.raises(ConfigError, match=r"experts 1\.\.2, none is 0"):
+        read_load(path, NONE)
+    found = read_load(path, ReadOptions(num_experts=3))
+    assert found.history.tokens.tolist() == [[[0, 5, 4], [0, 9, 0]]]
+    assert "3 of 6 pairs of layer and expert are not in the table: taken as 0" in found.notes
+
+
+def test_files_with_the_same_counts_are_noted(tmp_path: Path) -> None:
+    for name in ("a1.csv", "a2.csv"):
+        place(tmp_path, name, "layer,0,1\n3,5,1\n")
+    notes = read_load(str(tmp_path), NONE).notes
+
+    assert "1 file of 2 have the same counts as another" in notes
+
+
+def test_ascend_map_with_devices_in_another_order_is_noted(tmp_path: Path) -> None:
+    text = ASCEND_JSON.replace(b'"device_id": 0', b'"device_id": 7')
+    found = read_placement(place(tmp_path, "m.json", text), NONE)
+
+    assert any("a device_id differs from it" in note for note in found.notes)
 
 
 def test_header_in_another_order_gives_the_same_counts(tmp_path: Path) -> None:
@@ -342,7 +409,7 @@ def test_experts_without_a_token_in_any_layer_are_counted(tmp_path: Path) -> Non
     counts[:, :4] = TOKENS
     told = read_load(place(tmp_path, "c.npy", npy(counts)), NONE).notes
 
-    assert "12 experts of 16 have no token in any layer" in told
+    assert "12 experts of 16 have no token in any layer: 4..15" in told
 
 
 # -- layers
