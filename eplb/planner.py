@@ -38,7 +38,7 @@ from eplb.decision.alternatives import (
 from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
-from eplb.policies.greedy import best_fresh
+from eplb.policies.greedy import best_fresh, sum_serves
 from eplb.policies.incremental import BalanceCurve, thinned
 from eplb.policies.table import contiguous_policy, policy_named
 from eplb.search.by_rule import LARGEST_PRICE, balanced_for_rule, starts_for_rule
@@ -49,6 +49,7 @@ from eplb.shares.traffic import with_less_crossing
 
 __all__ = ["Plan", "plan", "plan_for", "plan_to"]
 
+ON_WINDOWS = ("auto", "fresh")  # policies that search on each window
 EASY = ("greedy", "fresh")  # policies that ``auto`` is never worse than, by the price of its moves
 
 
@@ -130,6 +131,8 @@ def plan(
 
 def plan_for(problem: Problem, policy: str) -> Plan:
     """``plan`` for a complete ``Problem``."""
+    if policy in ON_WINDOWS and sum_serves(problem):
+        problem = replace(problem, on_sum=True)
     current = problem.current
     base = contiguous_policy(problem) if current is None else current
     violations = violations_of(problem, base) if current is not None else {}
