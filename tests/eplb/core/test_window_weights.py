@@ -45,33 +45,31 @@ def test_plan_with_many_idle_windows_serves_busy_ones_as_the_sum(seed: int, num_
 
 
 def fluctuating(rng: np.random.Generator, sizes: list[int]) -> np.ndarray:
-    """[T, L, E] draws whose shares fluctuate from window to window, each expert's by itself."""
-    base = rng.gamma(1.5, size=(LAYERS, EXPERTS))
-    share = base * np.exp(rng.normal(0, 0.3, (len(sizes), LAYERS, EXPERTS)))
-    share /= share.sum(axis=2, keepdims=True)
-    return np.array(
-        [
-            [rng.multinomial(size, row) for row in window]
-            for size, window in zip(sizes, share, strict=True)
-        ]
-    )
+    """[T, 4, 64] draws whose shares fluctuate from window to window, each expert's by itself."""
+    base = rng.gamma(1.5, size=(4, 64))
+    found = []
+    for size in sizes:
+        share = base * np.exp(rng.normal(0, 0.3, size=base.shape))
+        share /= share.sum(axis=1, keepdims=True)
+        found.append([rng.multinomial(size, row) for row in share])
+    return np.array(found)
 
 
-@pytest.mark.parametrize("num_idle", [0, 54])
-def test_plan_on_shares_that_fluctuate_serves_unseen_windows_as_the_sum(num_idle: int) -> None:
+def test_plan_on_shares_that_fluctuate_serves_unseen_windows_as_the_sum() -> None:
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=8, slots_per_rank=9)
     behind = []
     for seed in range(500, 506):
         rng = np.random.default_rng(seed)
-        sizes = rng.permutation([FEW] * num_idle + [BUSY] * 6).tolist()
+        sizes = rng.permutation([FEW] * 54 + [BUSY] * 6).tolist()
         load = fluctuating(rng, sizes + [BUSY] * 20)
         past, unseen = load[: len(sizes)], load[len(sizes) :]
         on_windows, on_sum = (
-            float(imbalance(unseen, plan(seen, RANKS).target, RANKS).mean())
+            float(imbalance(unseen, plan(seen, ranks).target, ranks).mean())
             for seen in (past, past.sum(axis=0))
         )
         behind.append(on_windows - on_sum)
 
-    assert np.mean(behind) < BEHIND
+    assert np.mean(behind) < BEHIND  # 0.012 where each window is planned on
 
 
 def test_experts_that_are_busy_together_are_planned_for_on_each_window() -> None:
