@@ -30,7 +30,10 @@ from telemetry.formats.engines import sglang
 from telemetry.formats.engines.vllm import MAX_LINE_BYTES, Step, StepLines, current_of
 from telemetry.formats.intake import busy_layers, order_of, rank_in
 from telemetry.formats.table import (
+    OF_REQUESTS,
     STORE_SUFFIXES,
+    SUFFIXES,
+    kind_of,
     read_file,
     read_files,
     read_load,
@@ -130,7 +133,7 @@ def open_source(places: Sequence[str], options: SourceOptions) -> WindowSource:
     return FileSource([Path(one) for one in places], options)
 
 
-SUFFIXES = {".pt", ".json", ".csv", ".npz", ".npy", ".yaml", ".yml"}
+MAP_SUFFIXES = {".yaml", ".yml"}
 DUMP_FOLDERS = ("meta_info.json", "*manifest.json")  # one of these inside: the folder is one dump
 
 
@@ -161,6 +164,7 @@ class FileSource:
         self._used: set[Path] = set()
         self._lines: dict[Path, LineWindows] = {}
         self._waiting: dict[Part, list[Path]] = {}  # for the files of other parts
+        self._requests: list[Path] = []  # of one recording of routing, given with the last poll
         self._num_hidden: int | None = None  # rows of files whose rows are hidden layers
         self._map: Placement | None = None  # map of the latest file that holds a placement alone
 
@@ -182,6 +186,9 @@ class FileSource:
                 yield from self._of_whole_dumps(is_last=is_last)
         if is_last:
             yield from self._of_whole_dumps(is_last=True)
+            if self._requests:
+                yield from self._of_files(self._requests)
+                self._requests = []
             for path in (path for paths in self._waiting.values() for path in paths):
                 why = f"not each of {len(self._waiting)} ranks or stages has a file of this dump"
                 self.skips.add(str(path), "ranks missing", why)
@@ -201,7 +208,7 @@ class FileSource:
                 if path.name.startswith("."):
                     continue
                 is_dump = path.is_dir() and (_is_one_dump(path) or any(path.glob("*.pt")))
-                if is_dump or path.suffix.lower() in SUFFIXES | {".jsonl"}:
+                if is_dump or path.suffix.lower() in SUFFIXES | MAP_SUFFIXES:
                     yield path
 
     def _is_ready(self, path: Path, *, is_last: bool) -> bool:
@@ -217,22 +224,23 @@ class FileSource:
 
     def _kind_of(self, path: Path) -> Part | Placement | None:
         """The part of a load, or the map that a file is; None: it cannot be read."""
-        self._tried[path] = _stamp(path)
+        self._tried[path], options = _stamp(path), self._options
         self.skips.by_item.pop(str(path), None)
         if path.is_dir():
             return Part((), "")
         name = sglang.DUMP_FILE.fullmatch(path.name)
         if name is not None and name["rank"] is not None:
             rank = int(name["rank"][:9])
-            for each in range(max(rank + 1, self._options.num_ranks or 0)):
+            for each in range(max(rank + 1, options.num_ranks or 0)):
                 self._waiting.setdefault(Part((), str(each)), [])
             return Part((), str(rank))
         try:
-            _, file = read_file(path, self._options.read, self._options.input_format)
+            if (options.input_format or kind_of(path, options.read)) in OF_REQUESTS:
+                self._requests.append(path)
+                return None
+            _, file = read_file(path, options.read, options.input_format)
             if not isinstance(file, LoadFile):
-                return read_placement(
-                    str(path), self._options.read, self._options.input_format
-                ).placement
+                return read_placement(str(path), options.read, options.input_format).placement
         except EplbError as exc:
             self.skips.add(str(path), "not readable", str(exc))
             return None

@@ -44,6 +44,7 @@ STORE_SUFFIXES = {".sqlite", ".db"}
 ARRAY_SUFFIXES = {".npy", ".pt", ".pth"}
 RAW_SUFFIXES = {".bin", ".raw", ".b64"}
 SUFFIXES = ARRAY_SUFFIXES | RAW_SUFFIXES | {".json", ".jsonl", ".csv", ".npz"}
+OF_REQUESTS = {"vllm-routing", "sglang-routing"}  # files of one recording, in order
 WHOLE_FOLDERS = {"trtllm-statistics", "eplb-trace", "ultra-ep"}
 ONE_DUMP = "meta_info.json, manifest.json, or files of load of one kind"
 MOST_STEPS = 4096  # windows of a file, before those of its folder are summed
@@ -190,7 +191,7 @@ def _joined(paths: list[Path], options: ReadOptions, name: str | None) -> tuple[
         names = [str(number) for number in range(len(parts))]
         file = join(names, parts, options) if len(parts) > 1 else parts[0]
         return "sglang-dump", replace(file, notes=(*file.notes, *notes))
-    kind = name or _kind_of(paths[0], options)
+    kind = name or kind_of(paths[0], options)
     suffixes = {one.suffix.lower() for one in paths}
     if kind in FOLDERS and (len(suffixes) == 1 or suffixes <= RAW_SUFFIXES):
         file_of_all = FOLDERS[kind](paths, options)
@@ -312,8 +313,13 @@ def _value_in(path: Path, name: str | None) -> Any:
     return read_json(path)
 
 
-def _kind_of(path: Path, options: ReadOptions) -> str:
-    with reading(path, "load"):
+def kind_of(path: Path, options: ReadOptions) -> str:
+    """The format of a file, by its name and what it holds.
+
+    Raises:
+        HistoryError, ConfigError: it is of none, or of one of several.
+    """
+    with reading(path, "load or a placement"):
         value = _value_in(path, None)
         return _format_of(path) if value is None else _format_of_value(value, path, options)
 
