@@ -131,14 +131,17 @@ def plan(
 
 def plan_for(problem: Problem, policy: str) -> Plan:
     """``plan`` for a complete ``Problem``."""
-    if policy in ON_WINDOWS and sum_serves(problem):
-        problem = replace(problem, on_sum=True)
     current = problem.current
     base = contiguous_policy(problem) if current is None else current
     violations = violations_of(problem, base) if current is not None else {}
     forced = np.zeros(base.num_layers, dtype=np.bool_)
     forced[list(violations)] = True
     serving = option_of(problem, base)
+    # Layers up to this are not searched.
+    least = np.maximum(problem.budget.target_imbalance, 1.0 + problem.noise)
+    is_searched = policy in ON_WINDOWS and (current is None or bool((serving.score > least).any()))
+    if is_searched and sum_serves(problem):
+        problem = replace(problem, on_sum=True)
     proposed, curve = _proposed(problem, policy, serving, forced)
     if policy == "auto" and (current is not None or problem.dispatch.by_rank):
         proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
