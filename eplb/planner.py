@@ -38,7 +38,7 @@ from eplb.decision.alternatives import (
 from eplb.decision.outcome import Plan, lost_tokens
 from eplb.decision.score import objective_for, rule_note
 from eplb.errors import ConfigError, PlacementError
-from eplb.policies.greedy import best_fresh
+from eplb.policies.greedy import best_fresh, sum_serves
 from eplb.policies.incremental import BalanceCurve, thinned
 from eplb.policies.table import contiguous_policy, policy_named
 from eplb.search.by_rule import LARGEST_PRICE, balanced_for_rule, starts_for_rule
@@ -49,6 +49,7 @@ from eplb.shares.traffic import with_less_crossing
 
 __all__ = ["Plan", "plan", "plan_for", "plan_to"]
 
+ON_WINDOWS = ("auto", "fresh")  # policies that search on each window
 EASY = ("greedy", "fresh")  # policies that ``auto`` is never worse than, by the price of its moves
 
 
@@ -136,6 +137,11 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     forced = np.zeros(base.num_layers, dtype=np.bool_)
     forced[list(violations)] = True
     serving = option_of(problem, base)
+    # Layers up to this are not searched.
+    least = np.maximum(problem.budget.target_imbalance, 1.0 + problem.noise)
+    is_searched = policy in ON_WINDOWS and (current is None or bool((serving.score > least).any()))
+    if is_searched and sum_serves(problem):
+        problem = replace(problem, on_sum=True)
     proposed, curve = _proposed(problem, policy, serving, forced)
     if policy == "auto" and (current is not None or problem.dispatch.by_rank):
         proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)

@@ -14,16 +14,11 @@ from numpy.typing import NDArray
 
 from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
-from telemetry.formats.bounded import read_arrays
-from telemetry.formats.routing import (
-    MEMBERS,
-    check_counts,
-    expert_count,
-    layers_first,
-    sum_of_lengths,
-)
+from telemetry.formats.intake import order_of
+from telemetry.formats.routing import experts_of, read_trace
+from telemetry.formats.routing import read_requests as routing_of_requests
 from telemetry.formats.table import read_load
-from telemetry.formats.types import Layout, ReadOptions
+from telemetry.formats.types import Layout, ReadOptions, check_cells
 
 
 def load_trace(
@@ -53,21 +48,26 @@ def load_trace(
 
 def read_requests(
     path: Path, *, layout: Layout | None = None
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """[L, tokens, K] experts of each token, and [requests] how many tokens each request has.
+) -> tuple[NDArray[Any], NDArray[np.int64], tuple[str, ...]]:
+    """Experts of each token [L, tokens, K], [requests] tokens of each, and notes.
+
+    Args:
+        path: a trace, or a folder of vLLM's requests, a file each.
+        layout: of ``expert_ids``, where the file does not tell.
 
     Raises:
-        HistoryError: as ``read_expert_ids``, or a file without ``request_len``.
+        HistoryError: as ``read_trace``, or a file without ``request_len``.
     """
-    arrays, names = read_arrays(path, MEMBERS)
-    if not {"expert_ids", "request_len"} <= arrays.keys():
-        raise HistoryError(f"trace {path} holds {names}, expected expert_ids and request_len")
-    ids, lengths = layers_first(path, arrays, layout), arrays["request_len"]
-    if (total := sum_of_lengths(path, lengths)) != ids.shape[1]:
-        raise HistoryError(
-            f"trace {path}: request_len sums to {total}, expected {ids.shape[1]} tokens"
-        )
-    return ids, lengths.astype(np.int64).ravel()
+    if path.is_dir():
+        paths = sorted(path.glob("*.npy"), key=order_of)
+        if not paths:
+            raise HistoryError(f"{path} has no .npy files, expected one for each request")
+        routing = routing_of_requests(paths)
+    else:
+        routing = read_trace(path, layout)
+    if routing.request_len is None:
+        raise HistoryError(f"trace {path} has no request_len, expected the tokens of each request")
+    return routing.ids.transpose(1, 0, 2), routing.request_len, routing.notes
 
 
 def steps_of_tokens(request_len: NDArray[np.integer], batch: int) -> NDArray[np.int64]:
@@ -114,7 +114,7 @@ def batched_windows(
     """
     if batch < 1:
         raise ConfigError(f"a batch of {batch} requests, expected at least 1")
-    num_experts = expert_count(path, ids, num_experts)
+    num_experts = experts_of(ids, path, ReadOptions(num_experts=num_experts))
     step = steps_of_tokens(request_len, batch)
     full = np.flatnonzero(np.bincount(step) == batch) if step.size else np.array([])
     num_steps = int(full[-1]) + 1 if full.size else 0
@@ -125,7 +125,7 @@ def batched_windows(
             f"trace {path} fills a batch of {batch} requests for {num_steps} steps, {num_windows} "
             f"windows of {each}, expected at least 2 windows"
         )
-    check_counts(path, ids, num_windows, num_experts)
+    check_cells(f"trace {path}", (num_windows, len(ids), num_experts), ids.nbytes)
     counts = np.zeros((num_windows, len(ids), num_experts), dtype=np.int64)
     kept = step < num_windows * each
     window = step[kept] // each

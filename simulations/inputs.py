@@ -16,13 +16,8 @@ from simulations.batches import batched_windows, read_requests
 from simulations.step_time import StepModel, hardware_named, measured_kernel
 from simulations.windows import RecordedDeployment, WindowSeries, of_history
 from simulations.workloads import PREFIX, windows_named
-from telemetry.formats.intake import order_of
 from telemetry.formats.model_config import model_by_name
-from telemetry.formats.routing import (
-    read_vllm_requests,
-    unread_keys,
-    window_of,
-)
+from telemetry.formats.routing import window_of
 from telemetry.formats.table import read_load
 from telemetry.formats.types import ReadOptions
 
@@ -107,16 +102,10 @@ def busy_windows(history: LoadHistory, source: str) -> tuple[LoadHistory, tuple[
 
 def _batched(path: Path, options: ReadOptions, batch: int) -> WindowSeries:
     """Steps of a batch of the requests of a file, or of a folder of vLLM's, a file each."""
-    if path.is_dir():
-        paths = sorted(path.glob("*.npy"), key=order_of)
-        if not paths:
-            raise HistoryError(f"{path} has no .npy files, expected one for each request")
-        ids, lengths = read_vllm_requests(paths)
-    else:
-        ids, lengths = read_requests(path, layout=options.layout)
+    ids, lengths, notes = read_requests(path, layout=options.layout)
     tokens = options.window_tokens or window_of(ids.shape[1])
     windows = of_history(batched_windows(path, ids, lengths, batch, tokens, options.num_experts))
-    return windows if path.is_dir() else replace(windows, notes=unread_keys(path))
+    return replace(windows, notes=notes)
 
 
 def topology_of(ranks: int, nodes: int, slots: int | None, num_experts: int) -> Topology:

@@ -55,7 +55,7 @@ from rebalance.weights.link.secret import VARIABLE as SECRET_VARIABLE
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.checkpoints.own_model import write_random_checkpoint
 from runtime.model.moe import NUM_HEADS
-from telemetry.formats.routing import read_expert_ids
+from telemetry.formats.routing import read_trace
 from telemetry.state.holder import is_dead, shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats
 from telemetry.state.store import StateStore, without_password
@@ -278,7 +278,7 @@ def _model(options: Options, settings: Settings, state: StateDir) -> tuple[Model
     shape = _shape(settings)
     if options.trace is None:
         return shape, None
-    ids = read_expert_ids(options.trace)
+    ids = read_trace(options.trace).ids.transpose(1, 0, 2)
     num_layers, _, top_k = ids.shape
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < -1 or highest >= shape.num_experts:

@@ -179,20 +179,29 @@ class LoadHistory:
 def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
     """Take a LoadHistory, or an array [L, E] or [T, L, E] (a torch tensor too), as a history.
 
-    Fractional loads are scaled to integers so that planning stays exact and repeatable. Routing ids
-    come as int16, uint8 or uint16 from engines: such an array is refused if it may be ids.
+    Fractional loads are scaled to integers so that planning stays exact and repeatable. An array
+    that may be something else (``second_reading``) is refused: a LoadHistory is counts by its name.
 
     Raises:
-        HistoryError: another shape, routing ids, negative or non-finite figures.
+        HistoryError: another shape, routing ids and the like, negative or non-finite figures.
     """
     if isinstance(history, LoadHistory):
         return history
     values = np.asarray(on_host(history))
-    if values.itemsize <= 2 and names_experts(values):
+    if why := second_reading(values):
         raise HistoryError(
-            f"{values.dtype} {list(values.shape)} has different numbers in each row: routing ids "
-            "[tokens, layers, top-k], expected counts [windows, layers, experts]"
+            f"{values.dtype} {list(values.shape)} {why}, expected counts [windows, layers, "
+            "experts]; LoadHistory(array) states that it has counts"
         )
+    return history_of_figures(values)
+
+
+def history_of_figures(values: NDArray[Any]) -> LoadHistory:
+    """An array [L, E] or [T, L, E] of counts or fractional loads as a history.
+
+    Raises:
+        HistoryError: as ``as_history``.
+    """
     if values.ndim == 2:
         values = values[None]
     if values.dtype.kind == "f":
@@ -203,6 +212,9 @@ def as_history(history: LoadHistory | ArrayLike) -> LoadHistory:
 
 
 LARGEST_TOP_K = 64
+MOST_ROWS = 16  # layers for each expert
+FEWEST_FLAGS = 64  # figures that are 0 and 1 by no chance
+FEWEST_REPEATS = 3.0  # that chance makes in counts; none of them is evidence of ids
 MOST_EXPERTS = 4096  # of a layer; larger numbers are counts
 
 
@@ -215,6 +227,48 @@ def names_experts(values: NDArray[Any], num_experts: int = MOST_EXPERTS) -> bool
     if not is_table or not 1 <= values.shape[2] <= min(LARGEST_TOP_K, num_experts):
         return False
     return bool(values.min() >= -1 and values.max() < num_experts) and not repeats_expert(values)
+
+
+def second_reading(values: NDArray[Any]) -> str:
+    """What an array without a word about it is rather than load; "": nothing else.
+
+    Integers of one or two bytes are what engines return routing ids as. Wider ones, and whole
+    floats, are ids if no row names an expert twice though chance would repeat one in so many rows
+    of counts, and totals of layers differ: each token passes every layer, so those of counts are
+    equal.
+    """
+    if values.dtype.kind not in "iufb" or not values.size:
+        return ""
+    if values.ndim == 2 and len(values) >= MOST_ROWS * values.shape[1]:
+        return "has far more rows than columns: tokens of one layer, not [layers, experts]"
+    if values.ndim != 3:
+        return ""
+    totals = values.sum(axis=2, dtype=np.float64)
+    if values.dtype.kind == "f" and not (values == np.floor(values)).all():
+        is_probability = len(values) > 1 and (np.abs(totals - 1.0) < 1e-2).all()
+        return "has rows that sum to 1: probabilities of tokens" if is_probability else ""
+    if values.size >= FEWEST_FLAGS and values.max() == 1 and np.ptp(totals) == 0:
+        return "is 0 and 1 alone, as many in each row: experts of tokens"
+    steps = np.diff(values.astype(np.float64), axis=0)
+    if len(steps) > 2 and values[0].size > 2 and steps.any() and (steps >= 0).all():
+        return "has no count that falls: counters since a start, not windows, their differences"
+    if _reads_as_ids(values):
+        return "has different numbers in each row: routing ids [tokens, layers, top-k]"
+    return ""
+
+
+def _reads_as_ids(values: NDArray[Any]) -> bool:
+    if values.dtype.kind == "f" and values.max() < MOST_EXPERTS:
+        values = values.astype(np.int64)
+    if values.itemsize <= 2 or not names_experts(values):
+        return names_experts(values)
+    num_tokens, num_layers, top_k = values.shape
+    totals = values.sum(axis=2)
+    if num_layers > 1 and (totals == totals[:, :1]).all():
+        return False
+    largest = int(values.max())
+    repeats = num_tokens * num_layers * top_k * (top_k - 1) / 2 / (largest + 1)
+    return largest >= top_k and (repeats >= FEWEST_REPEATS or (top_k == 1 and num_tokens > largest))
 
 
 def repeats_expert(ids: NDArray[Any]) -> tuple[int, int] | None:

@@ -163,6 +163,7 @@ class Problem:
     unseen: int | None = None  # latest windows that ``current`` was not planned on; None: all
     record: Record = field(default_factory=Record)  # gains of earlier plans
     part: float = 1.0  # its part of a larger problem's layers; see ``of_layers``
+    on_sum: bool = False  # searched on the sum of the windows, as their differences do not last
 
     def __post_init__(self) -> None:
         for name, kinds in _TYPES.items():
@@ -443,6 +444,8 @@ class Problem:
 
         Windows keep their noise: the next one has as much, and replicas reduce what it costs.
         """
+        if self.on_sum:
+            return self.total_demand
         steps, num_likely = self._steps, len(self.scenario_work)
         if num_likely:
             steps = np.concatenate([steps, np.full(num_likely, steps.mean())])

@@ -18,8 +18,10 @@ import numpy as np
 from eplb.core.constraints import least_replicas
 from eplb.core.demand import Demand, time_of
 from eplb.core.jit import FloatArray, IntArray
-from eplb.core.problem import Problem
+from eplb.core.placement import Placement
+from eplb.core.problem import Problem, scale
 from eplb.core.zones import replicate, zone_bound
+from eplb.measure import imbalance
 from eplb.search.legality import enforce
 from eplb.search.local_search import (
     COPIES_ALWAYS,
@@ -38,6 +40,9 @@ REFINED = 1.0005
 RISK = 0.67  # standard deviations over windows that count for replicas: the upper quartile
 STUCK = 1.002  # a layer that ends above its bound by this factor is perturbed
 FINEST_TIME_GAIN = 1e-4
+SAMPLED = 16  # layers, at most, of which halves of the windows judge each other
+SURE = 2.0  # standard errors
+ROUNDING = 1e-9
 
 
 def greedy(problem: Problem) -> IntArray:
@@ -66,11 +71,48 @@ def refined(problem: Problem) -> IntArray:
     else:
         # No swaps: the search makes them first.
         held, min_gain = _packed(problem, problem.total), FINEST_GAIN
-        bound = zone_bound(np.ascontiguousarray(problem.scaled[:, 0]), problem.frame.zones)
+        summed = np.ascontiguousarray(scale(problem.total, problem.topology))
+        bound = zone_bound(summed, problem.frame.zones)
         target, stuck = REFINED * bound, STUCK * bound
     rules = rules_for(problem, demand, target, min_gain, COPIES_LAST, stuck)
     improve(problem, problem.frame, demand, held, rules)
     return held
+
+
+def sum_serves(problem: Problem) -> bool:
+    """Whether a plan on the sum of the windows serves unseen ones no worse than one on each.
+
+    Windows differ by chance and by what lasts, as experts that are busy together. Only the second
+    is worth more than the sum, and a plan on few windows fits the first. So each half of the
+    windows judges plans on the other half, of a sample of layers: the windows are planned on
+    where these are better by more than SURE standard errors.
+    """
+    starts = problem.blocks_of(np.arange(len(problem.tokens)))
+    is_plain = problem.objective == "tokens" and len(problem.parts) == 1 and not problem.scenarios
+    if len(starts) < 2 or not is_plain or problem.dispatch.by_rank:
+        return False
+    kept, cut = np.flatnonzero(problem.complete), starts[(len(starts) + 1) // 2]
+    num_layers = problem.history.num_layers
+    layers = np.linspace(0, num_layers - 1, min(SAMPLED, num_layers)).astype(int)
+    worse = []
+    for seen, unseen in ((kept[:cut], kept[cut:]), (kept[cut:], kept[:cut])):
+        seen_part, judge = (
+            replace(problem, history=problem.history.of_windows(half), current=None).of_layers(
+                layers
+            )
+            for half in (seen, unseen)
+        )
+        on_windows, on_sum = (
+            judge.mean_over_windows(
+                imbalance(
+                    judge.work, Placement(refined(it).astype(np.int32), it.num_experts), it.topology
+                )
+            )
+            for it in (seen_part, replace(seen_part, on_sum=True))
+        )
+        worse.append(on_windows - on_sum)
+    found = np.mean(worse, axis=0) if len(layers) > 1 else np.concatenate(worse)
+    return bool(found.mean() > -SURE * found.std(ddof=1) / len(found) ** 0.5 - ROUNDING)
 
 
 def best_fresh(problem: Problem) -> IntArray:

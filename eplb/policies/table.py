@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from eplb.core.arrays import of_type
 from eplb.core.jit import IntArray
-from eplb.core.load import LoadHistory, as_history
+from eplb.core.load import LoadHistory, history_of_figures
 from eplb.core.placement import EMPTY, Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
@@ -120,7 +120,7 @@ def _pack_the_rest(
     narrow = replace(topology, slots_of_rank=slots)
     # As work, which includes each expert's cost per token.
     work = np.take_along_axis(problem.work, rest[None], axis=2)
-    packed = greedy(Problem(as_history(work), narrow))
+    packed = greedy(Problem(history_of_figures(work), narrow))
     experts = np.take_along_axis(rest, np.maximum(packed, 0), axis=1)
     for rank in range(topology.num_ranks):
         into = slice(topology.first_slot[rank + 1] - slots[rank], topology.first_slot[rank + 1])

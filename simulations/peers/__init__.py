@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory, as_history
+from eplb.core.load import LoadHistory, history_of_figures
 from eplb.core.placement import Placement
 from eplb.core.problem import Problem
 from eplb.core.topology import Topology
@@ -35,7 +35,7 @@ def greedy_on_last(problem: Problem) -> Placement:
 def greedy_on_average(problem: Problem) -> Placement:
     """Greedy on a moving average of the windows, each by the part of its tokens."""
     average = moving_average(problem.history)
-    return greedy_policy(replace(problem, history=as_history(average[None])))
+    return greedy_policy(replace(problem, history=history_of_figures(average)))
 
 
 def moving_average(history: LoadHistory) -> NDArray[np.float64]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,25 @@ from telemetry import file_of, open_store
 from telemetry.formats.bounded import reading
 from telemetry.formats.engines import sglang
 from telemetry.formats.engines.vllm import MAX_LINE_BYTES, Step, StepLines, current_of
-from telemetry.formats.intake import order_of
-from telemetry.formats.table import STORE_SUFFIXES, read, read_dump
-from telemetry.formats.types import Layers, LoadFile, ReadOptions, resolve, rows_in_order
+from telemetry.formats.intake import busy_layers, order_of, rank_in
+from telemetry.formats.table import (
+    OF_REQUESTS,
+    STORE_SUFFIXES,
+    SUFFIXES,
+    kind_of,
+    read_file,
+    read_files,
+    read_load,
+    read_placement,
+)
+from telemetry.formats.types import (
+    MOST_DENSE,
+    Layers,
+    LoadFile,
+    ReadOptions,
+    resolve,
+    rows_in_order,
+)
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, model_and_topology
 from telemetry.state.store import names_store
@@ -117,8 +133,18 @@ def open_source(places: Sequence[str], options: SourceOptions) -> WindowSource:
     return FileSource([Path(one) for one in places], options)
 
 
-SUFFIXES = {".pt", ".json", ".csv", ".npz", ".npy", ".yaml", ".yml"}
+MAP_SUFFIXES = {".yaml", ".yml"}
 DUMP_FOLDERS = ("meta_info.json", "*manifest.json")  # one of these inside: the folder is one dump
+
+
+class Part(NamedTuple):
+    """What a file is of: one stage of a pipeline, and one rank of it; each file of the same, next.
+
+    Files of all parts together are one dump.
+    """
+
+    layers: tuple[int, ...]  # with tokens; empty: of all
+    rank: str  # "": of all
 
 
 class FileSource:
@@ -126,7 +152,8 @@ class FileSource:
 
     Files are taken in the order of the numbers in their names. While a folder is watched, a file is
     read once its size and time have stayed the same from one poll to the next; lines of a
-    ``.jsonl`` are read as they come, each once it is complete.
+    ``.jsonl`` are read as they come, each once it is complete. Files of stages and of ranks are
+    joined as those of a folder are: the n-th file of each is of the n-th dump.
     """
 
     def __init__(self, places: Sequence[Path], options: SourceOptions) -> None:
@@ -136,21 +163,35 @@ class FileSource:
         self._tried: dict[Path, tuple[int, int]] = {}  # sizes and times when they were read
         self._used: set[Path] = set()
         self._lines: dict[Path, LineWindows] = {}
+        self._waiting: dict[Part, list[Path]] = {}  # for the files of other parts
+        self._requests: list[Path] = []  # of one recording of routing, given with the last poll
+        self._num_hidden: int | None = None  # rows of files whose rows are hidden layers
         self._map: Placement | None = None  # map of the latest file that holds a placement alone
 
     def poll(self, *, is_last: bool) -> Iterator[ObservedWindow]:
         """Give the windows of files that are new and complete."""
-        found = sorted(self._found(), key=order_of)
-        rank_files: list[Path] = []
-        for path in found:
+        new: list[tuple[Path, Part | Placement | None]] = []
+        for path in sorted(self._found(), key=order_of):
             if path.suffix == ".jsonl" and self._options.input_format in (None, "vllm-load"):
                 yield from self._of_lines(path, is_last=is_last)
             elif self._is_ready(path, is_last=is_last):
-                if path.is_file() and _rank_of(path) is not None:
-                    rank_files.append(path)
-                else:
-                    yield from self._of_file([path])
-        yield from self._of_ranks(rank_files, is_last=is_last)
+                new.append((path, kind := self._kind_of(path)))
+                if isinstance(kind, Part):
+                    self._waiting.setdefault(kind, [])
+        for path, kind in new:
+            if isinstance(kind, Placement):
+                self._map = kind
+            elif kind is not None:
+                self._waiting[kind].append(path)
+                yield from self._of_whole_dumps(is_last=is_last)
+        if is_last:
+            yield from self._of_whole_dumps(is_last=True)
+            if self._requests:
+                yield from self._of_files(self._requests)
+                self._requests = []
+            for path in (path for paths in self._waiting.values() for path in paths):
+                why = f"not each of {len(self._waiting)} ranks or stages has a file of this dump"
+                self.skips.add(str(path), "ranks missing", why)
 
     def system(self) -> None:
         """Files do not tell the nodes."""
@@ -167,7 +208,7 @@ class FileSource:
                 if path.name.startswith("."):
                     continue
                 is_dump = path.is_dir() and (_is_one_dump(path) or any(path.glob("*.pt")))
-                if is_dump or path.suffix.lower() in SUFFIXES | {".jsonl"}:
+                if is_dump or path.suffix.lower() in SUFFIXES | MAP_SUFFIXES:
                     yield path
 
     def _is_ready(self, path: Path, *, is_last: bool) -> bool:
@@ -181,41 +222,72 @@ class FileSource:
             return False
         return is_new and (is_last or before == stamp)
 
-    def _of_ranks(self, paths: list[Path], *, is_last: bool) -> Iterator[ObservedWindow]:
-        """Dumps of one file a rank: the n-th file of every rank is of the n-th dump."""
-        by_rank: dict[int, list[Path]] = {}
-        for path in paths:
-            by_rank.setdefault(_rank_of(path) or 0, []).append(path)
-        num_ranks = self._options.num_ranks or max(by_rank, default=-1) + 1
-        while by_rank and all(by_rank.get(rank) for rank in range(num_ranks)):
-            yield from self._of_file([by_rank[rank].pop(0) for rank in range(num_ranks)])
-        if is_last:
-            for path in (one for rest in by_rank.values() for one in rest):
-                why = f"not every one of {num_ranks} ranks has a file of this dump"
-                self.skips.add(str(path), "ranks missing", why)
+    def _kind_of(self, path: Path) -> Part | Placement | None:
+        """The part of a load, or the map that a file is; None: it cannot be read."""
+        self._tried[path], options = _stamp(path), self._options
+        self.skips.by_item.pop(str(path), None)
+        if path.is_dir():
+            return Part((), "")
+        name = sglang.DUMP_FILE.fullmatch(path.name)
+        if name is not None and name["rank"] is not None:
+            rank = int(name["rank"][:9])
+            for each in range(max(rank + 1, options.num_ranks or 0)):
+                self._waiting.setdefault(Part((), str(each)), [])
+            return Part((), str(rank))
+        try:
+            if (options.input_format or kind_of(path, options.read)) in OF_REQUESTS:
+                self._requests.append(path)
+                return None
+            _, file = read_file(path, options.read, options.input_format)
+            if not isinstance(file, LoadFile):
+                return read_placement(str(path), options.read, options.input_format).placement
+        except EplbError as exc:
+            self.skips.add(str(path), "not readable", str(exc))
+            return None
+        self._num_hidden = file.layers.num_hidden if file.layers.axis == "hidden" else None
+        return Part(busy_layers(file), rank_in(path.name))
 
-    def _of_file(self, paths: list[Path]) -> Iterator[ObservedWindow]:
-        """Windows of one file, of a folder, or of the files of all ranks."""
-        for path in paths:
-            self._tried[path] = _stamp(path)
-        name = str(paths[0])
-        self.skips.by_item.pop(name, None)
+    def _of_whole_dumps(self, *, is_last: bool) -> Iterator[ObservedWindow]:
+        """The n-th files of all parts, where each has one; those without tokens are of none."""
+        parts = list(self._waiting)
+        if not parts:
+            return
+        layers = [layer for stage in {part.layers for part in parts} for layer in stage]
+        if len(set(layers)) < len(layers):  # they overlap: no stages of one pipeline
+            groups = [[part for part in parts if part.layers == it.layers] for it in parts]
+        else:
+            groups = [parts]
+        for group in groups:
+            stage_layers = {layer for part in group for layer in part.layers}
+            while all(self._waiting[part] for part in group):
+                if not (is_last or self._has_all(stage_layers)):
+                    break
+                yield from self._of_files([self._waiting[part].pop(0) for part in group])
+
+    def _has_all(self, layers: set[int]) -> bool:
+        """Whether stages with these layers are the whole model, as far as it is known."""
+        stated = self._options.read.layer_ids
+        if not layers or stated is not None or self._num_hidden is None:
+            return not layers or layers >= set(stated or ())
+        first = min(layers)
+        return first <= MOST_DENSE and layers == set(range(first, self._num_hidden))
+
+    def _of_files(self, paths: list[Path]) -> Iterator[ObservedWindow]:
+        """Windows of one file or folder, or of the files of all ranks and stages."""
+        name, options = str(paths[0]), self._options
         try:
             if len(paths) > 1:
-                found: Any = read_dump(paths, self._options.read)
+                file = read_files(paths, options.read, options.input_format)
             else:
-                found = read(name, self._options.read, self._options.input_format)
+                file = read_load(name, options.read, options.input_format)
         except EplbError as exc:
             self.skips.add(name, "not readable", str(exc))
             return
         self._used.update(paths)
-        self.notes.update(dict.fromkeys(found.notes))
-        if not isinstance(found, LoadFile):
-            self._map = found.placement
-            return
-        held = self._map if found.current is None else found.current.placement
-        for index, tokens in enumerate(found.history.tokens):
-            yield ObservedWindow(tokens, found.layers, held, f"{paths[0].name} window {index}")
+        self.notes.update(dict.fromkeys(file.notes))
+        held = self._map if file.current is None else file.current.placement
+        for index, tokens in enumerate(file.history.tokens):
+            yield ObservedWindow(tokens, file.layers, held, f"{paths[0].name} window {index}")
 
     def _of_lines(self, path: Path, *, is_last: bool) -> Iterator[ObservedWindow]:
         if path not in self._lines:
@@ -237,12 +309,6 @@ def _stamp(path: Path) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
-
-
-def _rank_of(path: Path) -> int | None:
-    """The rank of a file of SGLang's recorder; None: it is no file of one rank."""
-    name = sglang.DUMP_FILE.fullmatch(path.name)
-    return None if name is None or name["rank"] is None else int(name["rank"][:9])
 
 
 class LineWindows:
@@ -332,8 +398,7 @@ class LineWindows:
 
     def _placement(self, held: NDArray[np.int64], where: str) -> Placement | None:
         """The map; None and noted where it lacks experts, as between two sizes of a group."""
-        assert self._lines.num_experts is not None, "lines of load name it"
-        placement, notes = current_of(held, self._lines.num_experts)
+        placement, notes = current_of(held, self._lines.sizes["num_experts"])
         if placement is None:
             self._skips.add(where, "a map that lacks experts", notes[0])
         return placement

@@ -234,7 +234,6 @@ HEADER = re.compile(
     rb"'shape': \((?P<shape>(?:\d{1,18}, ?)*(?:\d{1,18})?)\),? ?\}"
 )
 LENGTH_OF_VERSION = {1: struct.Struct("<H"), 2: struct.Struct("<I")}
-CHUNK_BYTES = 2**20
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -311,24 +310,12 @@ def _numbers(stream: IO[bytes], size: int, name: str) -> NDArray[Any]:
             f"{name} declares shape {shape} of {dtype}, {num_bytes} bytes, "
             f"expected the {size - header_bytes} that follow its header"
         )
-    data, at = np.empty(num_bytes, dtype=np.uint8), 0
-    while at < len(data):
-        chunk = stream.read(min(CHUNK_BYTES, len(data) - at))
-        if not chunk:
-            raise HistoryError(f"{name} ends after {at} bytes, expected {len(data)}")
-        data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-        at += len(chunk)
+    data = stream.read(num_bytes)
+    if len(data) < num_bytes:
+        raise HistoryError(f"{name} ends after {len(data)} bytes, expected {num_bytes}")
     if stream.read(1):  # also has the archive's checksum looked at
-        raise HistoryError(f"{name} goes on after its {len(data)} bytes")
-    return np.ndarray(shape, dtype, data.data, order="F" if is_fortran else "C")
-
-
-def npy_kind(path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type that a file of one array declares."""
-    check_regular(path)
-    with path.open("rb") as file:
-        shape, _, dtype, _ = _header(file, "the array")
-    return shape, dtype
+        raise HistoryError(f"{name} goes on after its {num_bytes} bytes")
+    return np.ndarray(shape, dtype, data, order="F" if is_fortran else "C")
 
 
 def _header(stream: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

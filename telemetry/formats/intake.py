@@ -9,6 +9,7 @@ Shapes:  T windows, L MoE layers, E experts.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory, names_experts
+from eplb.core.load import LoadHistory, names_experts, second_reading
 from eplb.core.model import spans
 from eplb.errors import ConfigError, HistoryError, counted
+from telemetry.formats.bounded import MOST_EXACT
 from telemetry.formats.engines.omni import is_map, is_map_of_slots, is_pattern
 from telemetry.formats.engines.sglang import MAP
 from telemetry.formats.types import (
@@ -27,8 +29,9 @@ from telemetry.formats.types import (
     PlacementFile,
     ReadOptions,
     cut_unlike,
+    history_of,
     resolve,
-    summed_windows,
+    whole_steps,
 )
 
 MAKERS = {
@@ -48,18 +51,10 @@ OPTIONS = {
     "num_ranks": ("ranks", "--ranks"),
     "num_redundant": ("redundant experts", "--redundant"),
 }
-TABLES = {
-    "npy",
-    "npz",
-    "csv",
-    "counts",
-    "ascend-tensor",
-    "sglang-counts",
-    "sglang-dump",
-}  # nothing in them names their axes
+ARRAYS = {"npy", "npz", "counts", "ascend-tensor"}
+TABLES = ARRAYS | {"csv", "sglang-counts", "sglang-dump"}  # nothing in them names their axes
 ALIKE = 1e-3  # of totals that are equal but for rounding
 UNEQUAL = 1.02
-MOST_ROWS = 16  # layers for each expert
 FEWEST_SUMS = 4  # totals of windows and layers that are alike by no chance
 
 
@@ -73,12 +68,10 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
     if values.dtype.kind not in "iuf" or not values.size:
         return "npy"
     lowest, shape = float(values.min()), f"{values.dtype} {list(values.shape)}"
-    is_long = values.ndim == 2 and len(values) >= MOST_ROWS * values.shape[1]
-    if is_long and options.num_experts != values.shape[1]:
-        raise ConfigError(
-            f"{shape} has far more rows than columns, expected [layers, experts] (--format npy), "
-            "or routing ids with three axes, [tokens, layers, top-k]"
-        )
+    why = second_reading(values)
+    is_open = values.dtype.kind == "f" or options.num_experts != values.shape[-1]
+    if why and "ids" not in why and values.ndim in (2, 3) and is_open and not is_pattern(values):
+        raise ConfigError(f"{shape} {why}, expected counts, or --format npy where it is load")
     is_stated = options.window_tokens is not None or options.top_k is not None
     counts = lowest >= 0 and not is_stated and options.num_experts in (None, values.shape[-1])
     if counts and is_pattern(values):
@@ -89,13 +82,16 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
             )
         return "omni"
     if values.dtype.kind == "f":
-        return "npy"
+        if not float(values.max()) < MOST_EXACT or np.mod(values, 1).any():
+            return "npy"
+        values = values.astype(np.int64)
     if is_map(values):
         return "expert-map"
     if is_map_of_slots(values):
         raise ConfigError(
             f"{shape} has each of 0..{values.max()} in every layer: experts by slot; expected a "
-            f'placement as JSON, {{"{MAP}": [[...]]}}, or --format npy for counts'
+            f'placement as JSON, {{"{MAP}": [[...]]}}, routing ids with tokens first, or '
+            "--format npy for counts"
         )
     ids = names_experts(values, options.num_experts or 4096)
     if ids:
@@ -113,7 +109,7 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
         if by_type and counts and not _are_alike(sums, 1):
             raise ConfigError(
                 f"{shape} is the type of routing ids, and a row names an expert twice: expected "
-                "--format npy for counts"
+                "--format npy for counts; of ids, padding is -1, and a dense layer is left out"
             )
         return "npy"
     if counts and sums.size >= FEWEST_SUMS and sums.shape[1] > 1 and _are_alike(sums, 1):
@@ -128,9 +124,15 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
 
 
 def accept(
-    file: LoadFile | PlacementFile, name: str, options: ReadOptions
+    file: LoadFile | PlacementFile, name: str, options: ReadOptions, *, is_named: bool = False
 ) -> LoadFile | PlacementFile:
     """A file that was read, with its MoE layers alone, as far as it agrees with the statements.
+
+    Args:
+        file: as its format defines it.
+        name: of the format.
+        options: what the user states.
+        is_named: the user names the format, so that its windows are no counters.
 
     Raises:
         ConfigError: a statement that the file contradicts, or one that is missing.
@@ -150,7 +152,12 @@ def accept(
             f"slots, {by}"
         )
         return replace(file, notes=(text, *file.notes))
-    return _accept_load(file, name, by, options)
+    accepted = _accept_load(file, name, by, options)
+    is_told = is_named or file.top_k is not None or options.num_experts is not None
+    why = "" if is_told or name not in ARRAYS else second_reading(file.history.tokens)
+    if why:
+        raise ConfigError(f"the file {why}, expected load, or --format {name} where it is")
+    return accepted
 
 
 def _accept_load(file: LoadFile, name: str, by: str, options: ReadOptions) -> LoadFile:
@@ -175,11 +182,10 @@ def _accept_load(file: LoadFile, name: str, by: str, options: ReadOptions) -> Lo
     _check_axes(history.tokens, layers, name, options, notes)
     may_sum = file.top_k is None and not any(history.missing_ranks)
     if may_sum and history.num_windows > options.max_windows:
-        tokens, each = summed_windows(history.tokens, options.max_windows)
-        ends = np.minimum(np.arange(1, len(tokens) + 1) * each, history.num_windows) - 1
-        notes.append(f"{history.num_windows} windows are summed into {len(tokens)}")
-        steps = (history.first_step[::each], history.last_step[ends])
-        history = LoadHistory(tokens, *steps, history.phase)
+        each = -(-history.num_windows // options.max_windows)
+        starts = np.arange(0, history.num_windows, each)
+        notes.append(f"{history.num_windows} windows are summed into {len(starts)}")
+        history = history.joined(starts)
     current = file.current
     if current is not None:
         compare(options, num_redundant=current.placement.num_slots - num_experts)
@@ -220,7 +226,9 @@ def _check_axes(
         return
     unused = int((~tokens.any(axis=(0, 1))).sum())
     if unused:
-        notes.append(f"{counted(unused, 'expert')} of {tokens.shape[2]} have no token in any layer")
+        ids = spans(np.flatnonzero(~tokens.any(axis=(0, 1))).tolist())[:80]
+        what = counted(unused, "expert")
+        notes.append(f"{what} of {tokens.shape[2]} have no token in any layer: {ids}")
     if not busy.all():
         idle = spans([layers.ids[row] for row in np.flatnonzero(~busy).tolist()])
         notes.append(f"layers {idle} have no tokens in any window: their imbalance counts as 1.0")
@@ -235,6 +243,12 @@ def _check_axes(
                 f"{times.max()} layers have the same counts {twice[0][:4].tolist()}..., expected "
                 "different ones: a row twice, or --layer-ids states the layers"
             )
+    is_sum = (2 * kept == kept.sum(axis=2, keepdims=True)).all(axis=(0, 1))
+    if not is_stated and is_sum.any() and kept.shape[2] > 2 and totals.size > 1:
+        raise ConfigError(
+            f"expert {is_sum.argmax()} has as many tokens as all others together, in each layer: a "
+            "column of totals, expected experts alone, or --experts with the model's number"
+        )
     if _are_alike(totals, 1):
         return
     varies = bool((tokens != tokens[:1]).any()) and not is_stated
@@ -277,7 +291,7 @@ def order_of(path: Path) -> tuple[list[float], str]:
     return [float(number) for number in NUMBER.findall(path.stem[:100])], path.name
 
 
-def join(names: Sequence[str], parts: Sequence[LoadFile], *, strict: bool) -> LoadFile:
+def join(names: Sequence[str], parts: Sequence[LoadFile], options: ReadOptions) -> LoadFile:
     """One load from files of a kind, in order of time.
 
     Files of different layers are of the stages of a pipeline, which stand side by side. Files whose
@@ -286,79 +300,79 @@ def join(names: Sequence[str], parts: Sequence[LoadFile], *, strict: bool) -> Lo
     Args:
         names: of the files.
         parts: as their formats define them.
-        strict: refuse files that are not cut alike.
+        options: whether files that are not cut alike are refused.
 
     Raises:
         HistoryError: other numbers of experts, or layers that differ and overlap.
     """
-    by_stage: dict[tuple[int, ...], dict[str, list[LoadFile]]] = {}
+    last, axis, num_hidden = parts[-1], parts[0].layers.axis, parts[0].layers.num_hidden
+    stages: dict[tuple[int, ...], dict[str, list[NDArray[np.int64]]]] = {}  # by layers and rank
     for name, part in zip(names, parts, strict=True):
         if part.history.num_experts != parts[0].history.num_experts:
             raise HistoryError(
                 f"{name} has {part.history.num_experts} experts, expected "
                 f"{parts[0].history.num_experts} as {names[0]}"
             )
-        if part.layers.axis != parts[0].layers.axis:
+        if part.layers.axis != axis:
             raise HistoryError(f"{name} numbers layers otherwise, expected as {names[0]}")
-        busy = part.history.tokens.any(axis=(0, 2)) | (part.layers.axis != "hidden")
-        ids = tuple(np.array(part.layers.ids)[busy].tolist())
-        if ids:  # else a dump before the engine served
-            rank = RANK.search(name)
-            ranks = by_stage.setdefault(ids, {})
-            ranks.setdefault(rank[1] if rank else "", []).append(part)
-    stages = [layer for ids in by_stage for layer in ids]
-    if len(set(stages)) != len(stages):
+        if ids := busy_layers(part):  # else a dump before the engine served
+            tokens = part.history.tokens[:, np.searchsorted(part.layers.ids, ids)]
+            stages.setdefault(ids, {}).setdefault(rank_in(name), []).append(tokens)
+    layers = [layer for ids in stages for layer in ids]
+    if len(set(layers)) != len(layers):
         raise HistoryError(
-            f"files have layers {' and '.join(spans(ids) for ids in list(by_stage)[:2])}, expected "
+            f"files have layers {' and '.join(spans(ids) for ids in list(stages)[:2])}, expected "
             "the same, or stages without a common layer"
         )
-    if parts[0].layers.axis == "ordinal" and any(STAGE.search(name) for name in names):
+    if axis == "ordinal" and any(STAGE.search(name) for name in names):
         raise HistoryError(
             "files of stages have rows in order, expected numbers of layers: read each with "
             "--layer-ids and convert it"
         )
-    windows = {
-        ids: [np.concatenate([_of_layers(part, ids) for part in files]) for files in ranks.values()]
-        for ids, ranks in by_stage.items()
-    }
-    lengths = [len(each) for counts in windows.values() for each in counts]
-    count = min(lengths, default=0)
-    if not count:
+    if not stages:
         raise HistoryError("no file has tokens, expected load")
-    notes = [f"{len(names)} files of one kind: {counted(count, 'window')} in order of time"]
-    if lost := sum(lengths) - count * len(lengths):
-        notes += cut_unlike(f"{lost} windows of {sum(lengths)} are not in all files", strict)
-    num_hidden = parts[0].layers.num_hidden
-    rows = range(num_hidden) if parts[0].layers.axis == "hidden" and num_hidden else sorted(stages)
+    recordings = [
+        (ids, np.concatenate(files)) for ids, ranks in stages.items() for files in ranks.values()
+    ]
+    seen = Counter(window for _, tokens in recordings for window in range(len(tokens)))
+    whole, lost = whole_steps(seen, len(recordings), "windows are not in all files", options)
+    rows = range(num_hidden) if axis == "hidden" and num_hidden else sorted(layers)
     place = {layer: row for row, layer in enumerate(rows)}
-    tokens = np.zeros((count, len(place), parts[0].history.num_experts), dtype=np.int64)
-    for ids, counts in windows.items():
-        tokens[:, [place[layer] for layer in ids]] = np.sum(
-            [each[:count] for each in counts], axis=0
+    tokens = np.zeros((len(whole), len(place), last.history.num_experts), dtype=np.int64)
+    for ids, counts in recordings:
+        tokens[:, [place[layer] for layer in ids]] += counts[: len(whole)]
+    notes = [f"{len(names)} files of one kind: {counted(len(whole), 'window')} in order of time"]
+    if len(stages) > 1:
+        notes.append(f"{len(stages)} stages are joined by their layers")
+    if (num_ranks := max(map(len, stages.values()))) > 1:
+        notes.append(f"files of {num_ranks} ranks are summed, as if each counts all experts")
+    if alike := len(parts) - len({part.history.tokens.tobytes() for part in parts}):
+        notes.append(f"{counted(alike, 'file')} of {len(parts)} have the same counts as another")
+    history = LoadHistory(tokens)
+    if len(recordings) == 1:
+        first, final = (
+            np.concatenate([getattr(part.history, name) for part in parts if busy_layers(part)])
+            for name in ("first_step", "last_step")
         )
-    if len(by_stage) > 1:
-        notes.append(f"{len(by_stage)} stages are joined by their layers")
-    sizes = [len(ranks) for ranks in by_stage.values()]
-    if max(sizes) > 1:
-        notes.append(f"files of {max(sizes)} ranks are summed")
-    last = parts[-1]
-    current = last.current if len(by_stage) == 1 else None
-    notes += [note for part in parts for note in part.notes]
-    steps = np.concatenate(
-        [[part.history.first_step, part.history.last_step] for part in parts], axis=1
-    )
-    is_plain = steps.shape[1] == count and (np.diff(steps.T.ravel()) >= 0).all()
-    history = LoadHistory(tokens, *steps) if is_plain else LoadHistory(tokens)
+        history = history_of(tokens, first, final)
     return replace(
         last,
         history=history,
-        layers=Layers(tuple(place), parts[0].layers.axis, num_hidden),
-        current=current,
-        notes=tuple(dict.fromkeys(notes)),
+        layers=Layers(tuple(place), axis, num_hidden),
+        current=last.current if len(stages) == 1 else None,
+        notes=tuple(
+            dict.fromkeys([*notes, *lost, *(note for part in parts for note in part.notes)])
+        ),
     )
 
 
-def _of_layers(file: LoadFile, ids: tuple[int, ...]) -> NDArray[np.int64]:
-    rows = np.searchsorted(file.layers.ids, ids)
-    tokens: NDArray[np.int64] = file.history.tokens[:, rows]
-    return tokens
+def busy_layers(file: LoadFile) -> tuple[int, ...]:
+    """The layers of a file; where rows are hidden layers those with tokens."""
+    busy = file.history.tokens.any(axis=(0, 2)) | (file.layers.axis != "hidden")
+    return tuple(np.array(file.layers.ids)[busy].tolist())
+
+
+def rank_in(name: str) -> str:
+    """The rank in the name of a file; "": there is none."""
+    rank = RANK.search(name)
+    return rank[1] if rank else ""

@@ -17,6 +17,7 @@ import csv
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -29,11 +30,12 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from eplb.core.load import LoadHistory, as_history
+from eplb.core.load import LoadHistory, history_of_figures
 from eplb.core.placement import Placement
-from eplb.errors import HistoryError, PlacementError, StoreError
+from eplb.errors import ConfigError, HistoryError, PlacementError, StoreError
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import (
+    MOST_EXACT,
     check_regular,
     int_array,
     member,
@@ -44,18 +46,20 @@ from telemetry.formats.bounded import (
     whole_array,
     whole_number,
 )
-from telemetry.formats.routing import layers_of, unread_keys
 from telemetry.formats.types import (
     Axis,
     Layers,
     LoadFile,
     PlacementFile,
     ReadOptions,
-    StepSums,
+    WriteOptions,
+    Written,
     as_layers,
     check_cells,
-    cut_unlike,
-    resolve,
+    history_of,
+    numbered_layers,
+    placement_of,
+    whole_steps,
 )
 from telemetry.load.folder import history
 from telemetry.load.reader import RunReader
@@ -64,9 +68,9 @@ from telemetry.state.store import StateStore
 ULTRA_EP = "ultra_ep_trace_v1"
 MAX_CHUNKS = 100_000
 WHOLE = re.compile(r"[+]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?")  # 162554.0 and 9e2 too
-LAYER_NAMES = {"layer", "layer_id", "layer_idx", "layer_index"}
-EXPERT_NAMES = {"expert", "expert_id", "expert_idx", "expert_index"}
-COUNT_NAMES = {"count", "counts", "tokens", "num_tokens", "token_count", "load"}
+LONG = {"layer", "expert", "count"}
+NAMES = {f"{name}_{end}": name for name in ("layer", "expert") for end in ("id", "idx", "index")}
+NAMES |= dict.fromkeys(("counts", "tokens", "num_tokens", "token_count", "load"), "count")
 LABEL = re.compile(r"(?:[A-Za-z]+[ _-]?)?(?:id[ _-]?)?(\d{1,6})")
 
 
@@ -82,28 +86,47 @@ def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     arrays, names = read_arrays(path, ("load", "layer_ids"))
     if "load" not in arrays:
         raise HistoryError(f"the file holds {names}, expected load")
-    found = _load_file(arrays["load"], arrays.get("layer_ids"))
-    return replace(found, notes=(*found.notes, *unread_keys(path)))
+    ids, place = arrays.get("layer_ids"), f"{path.name}: "
+    return _load_file(arrays["load"], ids, names.split(", "), place)
 
 
-def read_counts(path: Path, options: ReadOptions) -> LoadFile:
-    """Read ``{"counts": [[...]], "layer_ids": [...]}``, or the nested lists alone."""
-    record = read_json(path)
+def of_counts(record: Any, path: Path, options: ReadOptions) -> LoadFile:
+    """The load of ``{"counts": [[...]], "layer_ids": [...]}``, or of the nested lists alone."""
     if isinstance(record, list):
         return _load_file(int_array(record, (2, 3), "the file"), None)
     counts = int_array(member(record, "counts", list, "the file"), (2, 3), "counts")
     ids = record.get("layer_ids")
-    found = _load_file(counts, None if ids is None else int_array(ids, 1, "layer_ids"))
-    unread = ", ".join(sorted(record.keys() - {"counts", "layer_ids"}))[:80]
-    return replace(found, notes=(*found.notes, *([f"not read: {unread}"] if unread else [])))
+    ids = None if ids is None else int_array(ids, 1, "layer_ids")
+    return _load_file(counts, ids, sorted(record))
 
 
-def write_counts(file: LoadFile) -> tuple[bytes, tuple[str, ...]]:
+def _load_file(
+    counts: NDArray[Any], ids: Any, names: Sequence[str] = (), place: str = ""
+) -> LoadFile:
+    """The load of counts [L, E] or [T, L, E]; ``names`` are those of all that the file holds."""
+    if counts.ndim not in (2, 3) or not counts.size:
+        raise HistoryError(
+            f"shape {counts.shape}, expected [layers, experts] or with windows first"
+        )
+    is_float = counts.dtype.kind == "f"
+    notes: tuple[str, ...] = ()
+    windows = counts[None] if counts.ndim == 2 else counts
+    if is_float and not (float(counts.max()) < MOST_EXACT and not np.mod(counts, 1).any()):
+        notes = ("loads are fractions: they are scaled to whole numbers",)
+        history = history_of_figures(windows.astype(np.float64))
+    else:  # that they are no routing ids was decided before, or by the user
+        history = LoadHistory(windows.astype(np.int64) if is_float else windows)
+    if unread := ", ".join(sorted(set(names) - {"load", "counts", "layer_ids"}))[:80]:
+        notes = (*notes, f"{place}not read: {unread}")
+    return LoadFile(history, numbered_layers(ids, history.num_layers), notes=notes)
+
+
+def write_counts(file: LoadFile, options: WriteOptions) -> dict[str, bytes]:
     """Write counts as JSON, with layer numbers where they are known."""
     record: dict[str, Any] = {}
     if file.layers.axis == "model":
         record["layer_ids"] = list(file.layers.ids)
-    return to_json(record | {"counts": file.history.tokens.tolist()}), ()
+    return {"": to_json(record | {"counts": file.history.tokens.tolist()})}
 
 
 def read_csv(path: Path, options: ReadOptions) -> LoadFile:
@@ -116,52 +139,46 @@ def read_csv(path: Path, options: ReadOptions) -> LoadFile:
     if not names:
         _check_no_labels(counts)
         return _load_file(counts, None)
-    if _is_long(names):
+    if set(names) >= LONG:
         return _long_table(counts, names, options)
-    has_ids = names[0] in LAYER_NAMES
+    if set(names) >= {"layer", "expert"}:
+        raise HistoryError(
+            f"header {', '.join(names)[:80]} without a count, expected layer, expert and count: "
+            "count the rows of each layer and expert"
+        )
+    has_ids = names[0] == "layer"
     order = _experts_of(names[has_ids:])
-    return _load_file(counts[:, has_ids:][:, order], counts[:, 0].tolist() if has_ids else None)
+    return _load_file(counts[:, has_ids:][:, order], counts[:, 0] if has_ids else None)
 
 
 def read_long(paths: Sequence[Path], options: ReadOptions) -> LoadFile | None:
     """The sum of tables in long form, a file for each rank; None: they are tables in rows."""
     parts = [_csv_cells(path) for path in paths]
-    if not any(_is_long(names) for names, _ in parts):
+    if not any(set(names) >= LONG for names, _ in parts):
         return None
-    names = parts[0][0]
-    for path, (others, _) in zip(paths, parts, strict=True):
-        if others != names or "rank" in others:
-            raise HistoryError(f"{path.name} has {', '.join(others)[:80]}, expected a file a rank")
-    ranks = [np.full((len(rows), 1), rank) for rank, (_, rows) in enumerate(parts)]
+    for path, (names, _) in zip(paths, parts, strict=True):
+        if names != parts[0][0] or "rank" in names:
+            raise HistoryError(f"{path.name} has {', '.join(names)[:80]}, expected a file a rank")
     rows = np.concatenate(
-        [np.hstack((rows, rank)) for (_, rows), rank in zip(parts, ranks, strict=True)]
+        [np.insert(rows, 0, rank, axis=1) for rank, (_, rows) in enumerate(parts)]
     )
-    found = _long_table(rows, [*names, "rank"], options)
-    return replace(found, notes=(f"{len(paths)} files are summed: one of each rank",))
-
-
-def _is_long(names: list[str]) -> bool:
-    return {"layer", "expert", "count"} <= {_role(name) for name in names}
+    file = _long_table(rows, ["rank", *parts[0][0]], options)
+    return replace(file, notes=(*file.notes, f"{len(paths)} files are summed: one of each rank"))
 
 
 def _csv_cells(path: Path) -> tuple[list[str], NDArray[np.int64]]:
     """Names of the columns, none without a header, and the numbers below."""
     lines = read_text_bytes(path).decode("utf-8-sig").splitlines()
     cells = [[cell.strip() for cell in row] for row in csv.reader(lines) if "".join(row).strip()]
-    if not cells:
-        raise HistoryError("no line, expected a row for each layer")
-    first, has_header = cells[0], not all(map(WHOLE.fullmatch, cells[0]))
-    rows = cells[has_header:]
-    for number, row in enumerate(rows, start=1 + has_header):
-        if len(row) != len(first):
-            raise HistoryError(f"row {number} has {len(row)} cells, expected {len(first)}")
-    table = [
-        [_whole_cell(cell, number, column) for column, cell in enumerate(row, start=1)]
-        for number, row in enumerate(rows, start=1 + has_header)
-    ]
+    has_header = bool(cells) and not all(map(WHOLE.fullmatch, cells[0]))
+    names = [NAMES.get(name.lower(), name.lower()) for name in cells[0]] if has_header else []
+    table = []
+    for number, row in enumerate(cells[has_header:], start=1 + has_header):
+        if len(row) != len(cells[0]):
+            raise HistoryError(f"row {number} has {len(row)} cells, expected {len(cells[0])}")
+        table.append([_whole_cell(cell, number, at) for at, cell in enumerate(row, start=1)])
     if not table:
         raise HistoryError("no row of counts, expected one for each layer")
-    names = [name.lower() for name in first] if has_header else []
     return names, np.array(table, dtype=np.int64)
 
 
@@ -169,14 +186,10 @@ def _whole_cell(cell: str, row: int, column: int) -> int:
     value = Decimal(cell) if WHOLE.fullmatch(cell) and len(cell) < 40 else None
     if value is None or value != value.to_integral_value() or value >= 10**18:
         raise HistoryError(
-            f"row {row}, column {column} is {cell[:20]!r}, expected a whole number from 0"
+            f"row {row}, column {column} is {cell[:20]!r}, expected a whole number from 0, and "
+            "commas between cells"
         )
     return int(value)
-
-
-def _role(name: str) -> str:
-    roles = {"layer": LAYER_NAMES, "expert": EXPERT_NAMES, "count": COUNT_NAMES}
-    return next((role for role, names in roles.items() if name in names), name)
 
 
 def _experts_of(labels: list[str]) -> NDArray[np.int64]:
@@ -197,55 +210,52 @@ def _experts_of(labels: list[str]) -> NDArray[np.int64]:
 
 def _check_no_labels(counts: NDArray[np.int64]) -> None:
     """Refuse numbers of experts or layers among the counts of a table without a header."""
-    index = np.arange(len(counts))
-    rest = counts[:, 1:].sum(axis=1)
-    if len(counts) > 1 and np.array_equal(counts[0], np.arange(counts.shape[1])):
+    if len(counts) < 2:
+        return
+    first_row, first_column, rest = counts[0], counts[:, 0], counts[:, 1:].sum(axis=1)
+    if first_row.size > 1 and (np.diff(first_row) == 1).all():
         raise HistoryError(
-            "row 1 is 0, 1, 2, ...: numbers of experts, expected counts, or 'layer' as the first "
-            "cell of a header"
+            f"row 1 is {first_row[0]}, {first_row[1]}, ...: numbers of experts or of layers, "
+            "expected counts, or 'layer' as the first cell of a header"
         )
-    is_rising = len(counts) > 1 and np.array_equal(counts[:, 0] - counts[0, 0], index)
+    is_rising = (np.diff(first_column) == 1).all()
     if is_rising and (len(counts) > 2 or rest.min() == rest.max() > 0):
         raise HistoryError(
-            f"column 1 is {counts[0, 0]}, {counts[1, 0]}, ...: numbers of layers, expected counts, "
-            "or a header that begins with 'layer'"
+            f"column 1 is {first_column[0]}, {first_column[1]}, ...: numbers of layers, expected "
+            "counts, or a header that begins with 'layer'"
         )
 
 
 def _long_table(counts: NDArray[np.int64], names: list[str], options: ReadOptions) -> LoadFile:
     """The sums of rows with layer, expert and count; rows of several ranks have a column rank."""
-    roles = [_role(name) for name in names]
-    known = ["layer", "expert", "count", "rank"]
-    if len(set(roles)) != len(roles) or not set(roles) <= set(known):
+    if len(set(names)) != len(names) or not set(names) <= LONG | {"rank"}:
         raise HistoryError(
             f"header {', '.join(names)[:80]}, expected layer, expert and count, and at most rank"
         )
-    layer, expert, tokens = (counts[:, roles.index(role)] for role in known[:3])
-    rank = counts[:, roles.index("rank")] if "rank" in roles else np.zeros_like(layer)
-    _, times = np.unique(np.stack((rank, layer, expert)), axis=1, return_counts=True)
+    column = dict(zip(names, counts.T, strict=True))
+    layer, expert = column["layer"], column["expert"]
+    places, times = np.unique(
+        np.stack((column.get("rank", np.zeros_like(layer)), layer, expert)),
+        axis=1,
+        return_counts=True,
+    )
     if times.max() > 1:
-        place = np.unique(np.stack((rank, layer, expert)), axis=1)[:, times.argmax()].tolist()
-        raise HistoryError(f"layer {place[1]}, expert {place[2]} stand in two rows, expected one")
-    num_experts = options.num_experts or int(expert.max()) + 1
-    if expert.max() >= num_experts:
-        raise HistoryError(f"a row of expert {expert.max()}, expected 0..{num_experts - 1}")
-    ids, place_of = np.unique(layer, return_inverse=True)
-    check_cells(len(ids), num_experts, counts.nbytes)
-    summed = np.zeros((len(ids), num_experts), dtype=np.int64)
-    np.add.at(summed, (place_of, expert), tokens)
-    return _load_file(summed, ids.tolist())
-
-
-def _load_file(counts: NDArray[Any], ids: Any) -> LoadFile:
-    if counts.ndim not in (2, 3) or not counts.size:
-        raise HistoryError(
-            f"shape {counts.shape}, expected [layers, experts] or with windows first"
+        _, of_layer, of_expert = places[:, times.argmax()].tolist()
+        raise HistoryError(f"layer {of_layer}, expert {of_expert} stand in two rows, expected one")
+    if expert.min() == 1 and options.num_experts is None:
+        raise ConfigError(
+            f"experts 1..{expert.max()}, none is 0: expected numbers from 0, or --experts where "
+            "expert 0 has no token"
         )
-    is_whole = counts.dtype.kind != "f" or not np.mod(counts, 1).any()
-    notes = () if is_whole else ("loads are fractions: they are scaled to whole numbers",)
-    given = counts.astype(np.float64) if counts.dtype == np.float16 else counts
-    history = as_history(given[None] if counts.ndim == 2 else given)
-    return LoadFile(history, layers_of(ids, history.num_layers), notes=notes)
+    num_experts = options.experts_in("a row", int(expert.max()))
+    ids, place_of = np.unique(layer, return_inverse=True)
+    check_cells("the table", (len(ids), num_experts), counts.nbytes)
+    summed = np.zeros((len(ids), num_experts), dtype=np.int64)
+    np.add.at(summed, (place_of, expert), column["count"])
+    file = _load_file(summed, ids)
+    lacking = summed.size - len(np.unique(np.stack((layer, expert)), axis=1)[0])
+    note = f"{lacking} of {summed.size} pairs of layer and expert are not in the table: taken as 0"
+    return replace(file, notes=(*file.notes, note)) if lacking else file
 
 
 def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:
@@ -263,40 +273,27 @@ def read_ultra_ep(folder: Path, options: ReadOptions) -> LoadFile:
     chunks = sorted(folder.glob("*.npz"))
     if len(chunks) != num_chunks:
         raise HistoryError(f"{len(chunks)} chunks, expected {num_chunks} as in the manifest")
-    parts: dict[int, dict[int, NDArray[Any]]] = {}
+    rows: dict[tuple[int, int], NDArray[Any]] = {}  # by micro-batch and layer
+    size: int | None = None
     for chunk in chunks:
         names = ("layers", "microbatches", "pre_logical_loads")
         arrays, held = read_arrays(chunk, names)
         if len(arrays) != len(names):
             raise HistoryError(f"{chunk.name} holds {held}, expected {', '.join(names)}")
-        layer, batch, loads = (arrays[name] for name in names)
-        _take_chunk(parts, layer, batch, loads, chunk.name)
-    ids = sorted({row for layers in parts.values() for row in layers})
-    whole = [index for index in sorted(parts) if len(parts[index]) == len(ids)]
-    sums = StepSums(options.max_windows)
-    for index in whole:
-        sums.add(index, np.array([parts[index][row] for row in ids], dtype=np.int64))
-    lost = f"{len(parts) - len(whole)} of {len(parts)} micro-batches lack layers"
-    notes = cut_unlike(lost, options.strict) if len(whole) < len(parts) else ()
-    return LoadFile(sums.history(), as_layers(ids), notes=notes)
-
-
-def _take_chunk(
-    parts: dict[int, dict[int, NDArray[Any]]],
-    layers: NDArray[Any],
-    batches: NDArray[Any],
-    loads: NDArray[Any],
-    where: str,
-) -> None:
-    known = next((len(row) for batch in parts.values() for row in batch.values()), None)
-    loads = whole_array(loads, (None, known), f"{where}: pre_logical_loads")
-    layers = whole_array(layers, (len(loads),), f"{where}: layers", high=2**16 - 1)
-    batches = whole_array(batches, (len(loads),), f"{where}: microbatches", high=2**62 - 1)
-    for layer, batch, row in zip(layers.tolist(), batches.tolist(), loads, strict=True):
-        of_batch = parts.setdefault(batch, {})
-        if layer in of_batch:
-            raise HistoryError(f"{where}: layer {layer} of micro-batch {batch} twice")
-        of_batch[layer] = row
+        layers, batches, loads = (arrays[name] for name in names)
+        loads = whole_array(loads, (None, size), f"{chunk.name}: pre_logical_loads")
+        size = loads.shape[1]
+        layers = whole_array(layers, (len(loads),), f"{chunk.name}: layers", high=2**16 - 1)
+        batches = whole_array(batches, (len(loads),), f"{chunk.name}: microbatches", high=2**62 - 1)
+        for batch, layer, row in zip(batches.tolist(), layers.tolist(), loads, strict=True):
+            if (batch, layer) in rows:
+                raise HistoryError(f"{chunk.name}: layer {layer} of micro-batch {batch} twice")
+            rows[batch, layer] = row
+    ids = sorted({layer for _, layer in rows})
+    seen = Counter(batch for batch, _ in rows)
+    whole, notes = whole_steps(seen, len(ids), "micro-batches lack layers", options)
+    tokens = np.array([[rows[batch, layer] for layer in ids] for batch in whole])
+    return LoadFile(history_of(tokens, whole, whole), as_layers(ids), notes=notes)
 
 
 PLACEMENT, TRACE = "eplb-placement/1", "eplb-trace/1"
@@ -305,7 +302,7 @@ MAX_COUNTS_BYTES = 2 * 2**30
 AXES: tuple[Axis, ...] = ("model", "hidden", "ordinal")
 
 
-def write_placement(file: PlacementFile) -> tuple[bytes, tuple[str, ...]]:
+def write_placement(file: PlacementFile, options: WriteOptions) -> Written:
     """Write a placement; nothing is lost."""
     placement = file.placement
     record: dict[str, Any] = {
@@ -318,16 +315,15 @@ def write_placement(file: PlacementFile) -> tuple[bytes, tuple[str, ...]]:
         "provenance": dict(file.provenance),
         "slot_to_expert": placement.slot_to_expert.tolist(),
     }
-    if not np.array_equal(placement.slot_share, _even(placement).slot_share):
+    if not has_even_shares(placement):
         record["slot_share"] = placement.slot_share.tolist()
     if placement.source_share is not None:
         record["source_share"] = placement.source_share.tolist()
     return to_json(record | {"sha256": _digest(record)}), ()
 
 
-def read_placement(path: Path, options: ReadOptions) -> PlacementFile:
-    """Read a placement, and check its hash."""
-    record = read_json(path)
+def of_placement(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
+    """The placement of a record that was read already, whose hash is checked."""
     if member(record, "schema", str, "the file") != PLACEMENT:
         raise HistoryError(f"schema {record['schema'][:40]!r}, expected {PLACEMENT}")
     found = member(record, "sha256", str, "the file")
@@ -335,32 +331,29 @@ def read_placement(path: Path, options: ReadOptions) -> PlacementFile:
     if found != _digest(rest):
         raise PlacementError("sha256 does not match: the file was changed after it was written")
     held = int_array(member(record, "slot_to_expert", list, "the file"), 2, "slot_to_expert")
-    if held.min() < -1 or held.max() >= 2**31:
-        raise HistoryError(f"slot_to_expert has {held.min()}..{held.max()}, expected -1 or more")
     num_experts = whole_number(record.get("num_experts"), "num_experts", 1, held.shape[1])
-    ranks = record.get("num_ranks")
-    layers = _layers_from_dict(record, len(held))
-    rows, layers, notes = resolve(layers, options)
     shares: dict[str, Any] = {}
     for name, ndim in (("slot_share", 2), ("source_share", 3)):
         if name in record:
             table = np.asarray(member(record, name, list, "the file"), dtype=np.float64)
             if table.ndim != ndim or table.shape[-2:] != held.shape:
                 raise HistoryError(f"{name} has shape {table.shape}, expected {held.shape}")
-            shares[name] = table[..., rows, :]
-    generation = whole_number(record.get("generation"), "generation", 0, 2**62)
-    placement = Placement(held[rows].astype(np.int32), num_experts, generation, **shares)
-    return PlacementFile(
-        placement,
-        layers,
-        None if ranks is None else whole_number(ranks, "num_ranks", 1, 65_536),
-        _text(record.get("model")),
-        notes,
-        member(record, "provenance", dict, "the file"),
+            shares[name] = table
+    return placement_of(
+        held,
+        _layers_from_dict(record, len(held)),
+        options,
+        is_full=False,
+        num_experts=num_experts,
+        generation=whole_number(record.get("generation"), "generation", 0, 2**62),
+        shares=shares,
+        num_ranks=_size(record, "num_ranks"),
+        model=_text(record.get("model")),
+        provenance=member(record, "provenance", dict, "the file"),
     )
 
 
-def write_trace(file: LoadFile, provenance: Mapping[str, Any]) -> dict[str, bytes]:
+def write_trace(file: LoadFile, options: WriteOptions) -> dict[str, bytes]:
     """The files of a trace by name."""
     load_of = file.history
     counts = save(
@@ -376,7 +369,7 @@ def write_trace(file: LoadFile, provenance: Mapping[str, Any]) -> dict[str, byte
         "num_ranks": file.num_ranks,
         "num_nodes": file.num_nodes,
         "missing_ranks": [sorted(missing) for missing in load_of.missing_ranks],
-        "provenance": dict(provenance),
+        "provenance": dict(options.provenance),
         "sha256": hashlib.sha256(counts).hexdigest(),
     }
     return {COUNTS_FILE: counts, MANIFEST: to_json(manifest)}
@@ -407,10 +400,7 @@ def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
         frozenset(int_array(one, 1, "missing_ranks").tolist() if one else ()) for one in missing
     )
     load_of = LoadHistory(arrays["counts"], arrays["first_step"], arrays["last_step"], phase, ranks)
-    counts = [manifest.get(name) for name in ("num_ranks", "num_nodes")]
-    num_ranks, num_nodes = (
-        None if one is None else whole_number(one, "ranks or nodes", 1, 65_536) for one in counts
-    )
+    num_ranks, num_nodes = (_size(manifest, name) for name in ("num_ranks", "num_nodes"))
     layers, model = _layers_from_dict(manifest, load_of.num_layers), _text(manifest.get("model"))
     return LoadFile(load_of, layers, None, num_ranks, num_nodes, model)
 
@@ -470,13 +460,19 @@ def _layers_from_dict(record: Mapping[str, Any], num_layers: int) -> Layers:
     ids = int_array(member(record, "layer_ids", list, "the file"), 1, "layer_ids").tolist()
     if len(ids) != num_layers:
         raise HistoryError(f"{len(ids)} layer ids for {num_layers} layers")
-    hidden = record.get("num_hidden")
-    total = None if hidden is None else whole_number(hidden, "num_hidden", 1, 2**16)
-    return Layers(tuple(ids), next(one for one in AXES if one == axis), total)
+    return Layers(tuple(ids), next(one for one in AXES if one == axis), _size(record, "num_hidden"))
 
 
-def _even(placement: Placement) -> Placement:
-    return Placement(placement.slot_to_expert, placement.num_experts)
+def _size(record: Mapping[str, Any], name: str) -> int | None:
+    """A number of the record; None: it is not known."""
+    value = record.get(name)
+    return None if value is None else whole_number(value, name, 1, 65_536)
+
+
+def has_even_shares(placement: Placement) -> bool:
+    """Whether replicas of an expert have equal shares, which need not be written."""
+    even = Placement(placement.slot_to_expert, placement.num_experts)
+    return np.array_equal(placement.slot_share, even.slot_share)
 
 
 def _digest(record: Mapping[str, Any]) -> str:

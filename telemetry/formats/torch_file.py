@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import io
 import struct
-import sys
 import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +90,7 @@ def load_torch(path: Path) -> Any:
             )
         _check_directory(file, size)
         with zipfile.ZipFile(file) as archive:
-            return _Reader(archive, file, size).load()
+            return _Reader(archive, size).load()
 
 
 def _check_directory(file: IO[bytes], size: int) -> None:
@@ -114,8 +112,8 @@ def _check_directory(file: IO[bytes], size: int) -> None:
 class _Reader:
     """One archive: its program, and the storages that the program refers to."""
 
-    def __init__(self, archive: zipfile.ZipFile, file: IO[bytes], size: int) -> None:
-        self._file, self._size = file, size
+    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
+        self._archive, self._size = archive, size
         self._members = {one.filename: one for one in archive.infolist()}
         programs = [name for name in self._members if name.endswith("/data.pkl")]
         if len(programs) != 1:
@@ -128,7 +126,7 @@ class _Reader:
         order = f"{self._root}byteorder"
         if order in self._members and bytes(self._read(order, 16)) != b"little":
             raise HistoryError("tensors are big-endian, expected little")
-        program = self._read(self._program, MAX_PICKLE_BYTES)
+        program = self._read(self._program, min(MAX_PICKLE_BYTES, self._size))
         return _Machine(program.tobytes(), self._storage).run()
 
     def _read(self, name: str, most: int) -> NDArray[np.uint8]:
@@ -138,25 +136,9 @@ class _Reader:
             raise HistoryError(f"the archive lacks {name[:80]!r}")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
             raise HistoryError(f"{name[:80]!r} is packed or encrypted, expected plain bytes")
-        self._file.seek(info.header_offset)
-        header = self._file.read(30)
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            raise HistoryError(f"{name[:80]!r} has no header at its place in the archive")
-        name_bytes, extra_bytes = struct.unpack("<HH", header[26:])
-        begin = info.header_offset + 30 + name_bytes + extra_bytes
-        if info.file_size > most or begin + info.file_size > self._size:
-            raise HistoryError(
-                f"{name[:80]!r} has {info.file_size} bytes, expected at most "
-                f"{min(most, max(self._size - begin, 0))}"
-            )
-        data = np.empty(info.file_size, dtype=np.uint8)
-        self._file.seek(begin)
-        if self._file.readinto(data.data) != len(data):  # type: ignore[attr-defined]
-            raise HistoryError(f"{name[:80]!r} ends early")
-        if zlib.crc32(data.data) != info.CRC:
-            raise HistoryError(f"{name[:80]!r} is damaged: its checksum does not match")
-        data.flags.writeable = False
-        return data
+        if info.file_size > most:
+            raise HistoryError(f"{name[:80]!r} has {info.file_size} bytes, expected at most {most}")
+        return np.frombuffer(self._archive.read(info), dtype=np.uint8)
 
     def _storage(self, kind: Any) -> Storage:
         """The storage of ``("storage", type, key, device, length)``."""
@@ -219,6 +201,12 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**48
 
 
+NUMBERS = {b"K": "<B", b"M": "<H", b"J": "<i", b"G": ">d"}
+CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False, b")": (), b"(": MARK}
+EMPTY: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict}
+MEMO_BYTES = {b"q": 1, b"r": 4, b"h": 1, b"j": 4}  # of the index: stored by the first two
+
+
 class _Machine:
     """The part of the pickle machine that numbers, text, containers and tensors need."""
 
@@ -229,76 +217,57 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        read, step = self._code.read, self._step
-        while op := read(1):
-            if op == b".":
-                if len(self._stack) != 1:
-                    raise HistoryError(f"the program ends with {len(self._stack)} values")
-                return self._stack[0]
-            step(op)
-        raise HistoryError("the program has no end")
+        while (op := self._take(1)) != b".":
+            self._step(op)
+        if len(self._stack) != 1:
+            raise HistoryError(f"the program ends with {len(self._stack)} values")
+        return self._stack[0]
 
     def _step(self, op: bytes) -> None:
         stack = self._stack
-        match op:
-            case b"K":
-                stack.append(self._take(1)[0])
-            case b"M":
-                stack.append(int.from_bytes(self._take(2), "little"))
-            case b"J":
-                stack.append(int.from_bytes(self._take(4), "little", signed=True))
-            case b"\x8a":  # at most 8 bytes: no dump counts further
-                stack.append(int.from_bytes(self._take(self._length(1, 8)), "little", signed=True))
-            case b"G":
-                stack.append(struct.unpack(">d", self._take(8))[0])
-            case b"q":
-                self._memo[self._take(1)[0]] = self._top()
-            case b"r":
-                self._memo[int.from_bytes(self._take(4), "little")] = self._top()
-            case b"h":
-                stack.append(self._recalled(self._take(1)[0]))
-            case b"j":
-                stack.append(self._recalled(int.from_bytes(self._take(4), "little")))
-            case b"X":
-                stack.append(self._take(self._length(4, 2**20)).decode())
-            case b"(":
-                stack.append(MARK)
-            case b"N":
-                stack.append(None)
-            case b"\x88" | b"\x89":
-                stack.append(op == b"\x88")
-            case b")":
-                stack.append(())
-            case b"]":
-                stack.append([])
-            case b"}":
-                stack.append({})
-            case b"t":
-                stack.append(tuple(self._marked()))
-            case b"\x85" | b"\x86" | b"\x87":
-                count = op[0] - 0x84
-                items = tuple(self._pop() for _ in range(count))
-                stack.append(items[::-1])
-            case b"a" | b"e":
-                items_of_list = [self._pop()] if op == b"a" else self._marked()
-                self._top(list).extend(items_of_list)
-            case b"s" | b"u":
-                flat = [self._pop(), self._pop()][::-1] if op == b"s" else self._marked()
-                self._set(flat)
-            case b"c":
-                stack.append(self._named(self._line(), self._line()))
-            case b"Q":
-                stack.append(self._storage(self._pop()))
-            case b"R":
-                stack.append(_called(self._pop(), self._pop()))
-            case b"\x80":
-                if self._take(1)[0] != 2:
-                    raise HistoryError("the program is not of protocol 2, as torch.save writes it")
-            case _:
-                raise HistoryError(
-                    f"instruction {op!r} in data.pkl, expected numbers, text, lists, tuples, dicts "
-                    "and tensors"
-                )
+        if code := NUMBERS.get(op):
+            stack.append(struct.unpack(code, self._take(struct.calcsize(code)))[0])
+        elif op in CONSTANTS:
+            stack.append(CONSTANTS[op])
+        elif op in EMPTY:
+            stack.append(EMPTY[op]())
+        elif op in MEMO_BYTES:
+            index = int.from_bytes(self._take(MEMO_BYTES[op]), "little")
+            if op in b"qr":
+                self._memo[index] = self._top()
+            elif index in self._memo:
+                stack.append(self._memo[index])
+            else:
+                raise HistoryError(f"memo {index} is used before it is set")
+        elif op == b"\x8a":  # at most 8 bytes: no dump counts further
+            stack.append(int.from_bytes(self._text(1, 8), "little", signed=True))
+        elif op == b"X":
+            stack.append(self._text(4, 2**20).decode())
+        elif op == b"t":
+            stack.append(tuple(self._marked()))
+        elif op in b"\x85\x86\x87":
+            items = [self._pop() for _ in range(op[0] - 0x84)]
+            stack.append(tuple(items[::-1]))
+        elif op in b"ae":
+            items = [self._pop()] if op == b"a" else self._marked()
+            self._top(list).extend(items)
+        elif op in b"su":
+            flat = [self._pop(), self._pop()][::-1] if op == b"s" else self._marked()
+            self._set(flat)
+        elif op == b"c":
+            stack.append(_named(self._line(), self._line()))
+        elif op == b"Q":
+            stack.append(self._storage(self._pop()))
+        elif op == b"R":
+            stack.append(_called(self._pop(), self._pop()))
+        elif op == b"\x80":
+            if self._take(1) != b"\x02":
+                raise HistoryError("the program is not of protocol 2, as torch.save writes it")
+        else:
+            raise HistoryError(
+                f"instruction {op!r} in data.pkl, expected numbers, text, lists, tuples, dicts "
+                "and tensors"
+            )
 
     def _set(self, flat: list[Any]) -> None:
         keys, values = flat[::2], flat[1::2]
@@ -309,14 +278,15 @@ class _Machine:
     def _take(self, count: int) -> bytes:
         data = self._code.read(count)
         if len(data) != count:
-            raise HistoryError("the program ends within an instruction")
+            raise HistoryError("the program ends within an instruction, or has no end")
         return data
 
-    def _length(self, num_bytes: int, most: int) -> int:
+    def _text(self, num_bytes: int, most: int) -> bytes:
+        """The bytes behind their number, which has so many bytes."""
         length = int.from_bytes(self._take(num_bytes), "little")
         if length > most:
             raise HistoryError(f"text or a number of {length} bytes, expected at most {most}")
-        return length
+        return self._take(length)
 
     def _line(self) -> str:
         line = self._code.readline(256)
@@ -341,27 +311,23 @@ class _Machine:
             items.append(item)
         raise HistoryError("an instruction without its mark")
 
-    def _recalled(self, index: int) -> Any:
-        if index not in self._memo:
-            raise HistoryError(f"memo {index} is used before it is set")
-        return self._memo[index]
 
-    def _named(self, module: str, name: str) -> Name:
-        if (module, name) not in _NAMES:
-            raise HistoryError(
-                f"name {module}.{name} in data.pkl, expected those of tensors alone: save the "
-                "counts, or the placement, as one tensor"
-            )
-        return Name((sys.intern(module), sys.intern(name)))
+def _named(module: str, name: str) -> Name:
+    if (module, name) not in _NAMES:
+        raise HistoryError(
+            f"name {module}.{name} in data.pkl, expected those of tensors alone: save the "
+            "counts, or the placement, as one tensor"
+        )
+    return Name((module, name))
 
 
 def _called(arguments: Any, function: Any) -> Any:
-    if isinstance(function, Name) and function.path in (_REBUILD, _REBUILD_TYPED):
+    path = function.path if isinstance(function, Name) else ()
+    if path in (_REBUILD, _REBUILD_TYPED):
         return _rebuild(arguments)
-    is_parameter = isinstance(function, Name) and function.path == _PARAMETER
-    if is_parameter and isinstance(arguments, tuple) and isinstance(arguments[0], np.ndarray):
+    if path == _PARAMETER and isinstance(arguments, tuple) and isinstance(arguments[0], np.ndarray):
         return arguments[0]
-    if isinstance(function, Name) and function.path == _ORDERED and arguments in ((), []):
+    if path == _ORDERED and arguments in ((), []):
         return {}
-    called = ".".join(function.path) if isinstance(function, Name) else type(function).__name__
+    called = ".".join(path) or type(function).__name__
     raise HistoryError(f"a call of {called}, expected tensors alone")

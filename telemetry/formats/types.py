@@ -8,17 +8,20 @@ Shapes:  T windows, L MoE layers, E experts, P physical slots.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from eplb.core.load import LoadHistory, Phase
+from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape, spans
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, HistoryError
+from telemetry.formats.bounded import int_array, whole_array
 
 # model: ids are the model's layer numbers, MoE layers alone; hidden: row i is layer i of the model,
 # and some rows may be dense layers; ordinal: row i is the i-th MoE layer.
@@ -78,17 +81,21 @@ class ReadOptions:
             if value is not None and value < low:
                 raise ConfigError(f"{name} is {value}, expected {low} or more")
 
-    def experts_in(self, num_slots: int, largest: int) -> int:
-        """E of a map with so many slots: as stated, else one more than the largest id.
+    def experts_in(self, where: str, largest: int, num_slots: int | None = None) -> int:
+        """E of a file whose largest id is given: as stated, by its slots, else one more.
 
         Raises:
-            ConfigError: more experts are stated than the map has slots.
+            HistoryError: an id that so many experts do not have.
+            ConfigError: more experts are stated than a map has slots.
         """
-        if (self.num_experts or 0) > num_slots:
-            raise ConfigError(f"{num_slots} slots, expected --experts {self.num_experts} or more")
-        if self.num_experts is None and self.num_redundant is not None:
-            return max(num_slots - self.num_redundant, 1)
-        return self.num_experts or largest + 1
+        stated = self.num_experts
+        if stated is not None and num_slots is not None and stated > num_slots:
+            raise ConfigError(f"{num_slots} slots, expected --experts {stated} or more")
+        if stated is None and num_slots is not None and self.num_redundant is not None:
+            stated = num_slots - self.num_redundant
+        if stated is not None and largest >= stated:
+            raise HistoryError(f"{where} names expert {largest}, expected 0..{stated - 1}")
+        return stated or largest + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +124,19 @@ class LoadFile:
     shape: ModelShape | None = None  # None: the source does not tell, as the next one
     window_s: float | None = None  # serving time of a window
     top_k: int | None = None  # of routing ids; None: the file holds counts
+
+
+@dataclass(frozen=True, eq=False)
+class WriteOptions:
+    """What a writer may need beside what is written."""
+
+    num_ranks: int | None = None
+    num_hidden: int | None = None  # layers of the model, dense ones included
+    current: PlacementFile | None = None  # the map that serves
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+Written = tuple[bytes, tuple[str, ...]]  # of a file, and what was repaired or is lost
 
 
 def resolve(
@@ -268,64 +288,32 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
     return Layers(tuple(found), "model").ids
 
 
-class StepSums:
-    """Sums steps that arrive one by one into a bounded number of equal windows."""
-
-    def __init__(self, max_windows: int) -> None:
-        self._most = max_windows
-        self._steps_each = 1
-        self._sums: list[NDArray[np.int64]] = []
-        self._steps: list[tuple[int, int]] = []
-        self._in_last = 0
-
-    def add(self, step: int, tokens: NDArray[np.int64]) -> None:
-        """Add the tokens [L, E] of one step."""
-        is_full = self._in_last == self._steps_each or not self._sums
-        if is_full and len(self._sums) == self._most:
-            self._merge()
-            is_full = self._in_last == self._steps_each
-        if is_full:
-            self._sums.append(tokens.astype(np.int64))
-            self._steps.append((step, step))
-            self._in_last = 1
-        else:
-            self._sums[-1] += tokens
-            self._steps[-1] = (self._steps[-1][0], step)
-            self._in_last += 1
-
-    def _merge(self) -> None:
-        count = len(self._sums)
-        for index in range(0, count - 1, 2):
-            self._sums[index] += self._sums[index + 1]
-            self._steps[index] = (self._steps[index][0], self._steps[index + 1][1])
-        self._sums, self._steps = self._sums[::2], self._steps[::2]
-        # An odd one out is half a window, and goes on being filled.
-        self._in_last = self._steps_each * (2 - count % 2)
-        self._steps_each *= 2
-
-    def history(self, phase: Phase = "mixed") -> LoadHistory:
-        """The windows."""
-        if not self._sums:
-            raise HistoryError("no step, expected at least one")
-        steps = np.array(self._steps, dtype=np.int64)
-        if (np.diff(steps.ravel()) < 0).any():  # a restart begins again at step 0
-            steps = np.repeat(np.arange(len(steps))[:, None], 2, axis=1)
-        return LoadHistory(np.array(self._sums), steps[:, 0], steps[:, 1], phase)
+def history_of(tokens: ArrayLike, first: ArrayLike, last: ArrayLike) -> LoadHistory:
+    """Windows [T, L, E] with their steps [T]; after a restart, which begins at step 0, in order."""
+    steps = np.stack((first, last), axis=1).astype(np.int64)
+    if (np.diff(steps.ravel()) < 0).any():
+        return LoadHistory(np.asarray(tokens))
+    return LoadHistory(np.asarray(tokens), steps[:, 0], steps[:, 1])
 
 
-def summed_windows(steps: NDArray[Any], max_windows: int) -> tuple[NDArray[np.int64], int]:
-    """[T, L, E] windows of consecutive steps [n, L, E], and the steps in each; the last has fewer.
+def whole_steps(
+    seen: Counter[int], num_parts: int, what: str, options: ReadOptions
+) -> tuple[list[int], tuple[str, ...]]:
+    """Steps that all parts of a recording have, in order, and a note on the others.
 
-    Summed piecewise, so that a large dump is never held a second time as int64.
+    Args:
+        seen: in how many parts (of ranks, stages or layers) each step is.
+        num_parts: of the recording.
+        what: steps, and the parts: passes are not in all files.
+
+    Raises:
+        HistoryError: no step is in all, or the user asked for recordings that are cut alike.
     """
-    each = -(-len(steps) // max_windows)
-    tokens = np.empty((-(-len(steps) // each), *steps.shape[1:]), dtype=np.int64)
-    for window in range(len(tokens)):
-        part = steps[window * each : (window + 1) * each]
-        if part.min() < 0:  # here, while the part is in the cache of the processor
-            raise HistoryError(f"{part.min()} tokens of an expert, expected 0 or more")
-        np.sum(part, axis=0, dtype=np.int64, out=tokens[window])
-    return tokens, each
+    whole = sorted(step for step, times in seen.items() if times == num_parts)
+    lost = f"{len(seen) - len(whole)} of {len(seen)} {what}"
+    if not whole:
+        raise HistoryError(f"{lost}, expected some that are")
+    return whole, cut_unlike(lost, options.strict) if len(whole) < len(seen) else ()
 
 
 def to_logical(
@@ -351,23 +339,28 @@ def to_logical(
     if ((held == -1) & (physical != 0)).any():
         raise HistoryError(f"{where}: tokens in a slot without an expert, expected none")
     num_layers = len(held)
-    check_cells(num_layers, num_experts, held.nbytes + physical.nbytes)
+    check_cells(where, (num_layers, num_experts), held.nbytes + physical.nbytes)
     tokens = np.zeros((num_layers, num_experts + 1), dtype=np.int64)
     np.add.at(tokens, (np.arange(num_layers)[:, None], held), physical.astype(np.int64))
     return tokens[:, :num_experts]
 
 
-def check_cells(num_layers: int, num_experts: int, num_bytes: int) -> None:
+def check_cells(where: str, shape: tuple[int, ...], num_bytes: int) -> None:
     """Refuse counts that would take far more memory than the file that they come from.
 
     Raises:
         HistoryError: a number of experts that so small a file has no use for.
     """
-    cells = num_layers * num_experts
-    if cells > MOST_CELLS or cells > max(2**20, 16 * num_bytes):
+    if (cells := math.prod(shape)) > MOST_CELLS or cells > max(2**21, 4 * num_bytes):
         raise HistoryError(
-            f"{num_layers} layers x {num_experts} experts in {num_bytes} bytes, expected fewer"
+            f"{where}: counts of {' x '.join(map(str, shape))} (the last are experts) from "
+            f"{num_bytes} bytes, expected fewer"
         )
+
+
+def ranks_summed(num_files: int) -> str:
+    """The note on files of ranks: nothing in them tells how many there are."""
+    return f"files of ranks 0..{num_files - 1} are summed: whether one more is missing is not told"
 
 
 def cut_unlike(lost: str, strict: bool) -> tuple[str, ...]:
@@ -381,20 +374,56 @@ def cut_unlike(lost: str, strict: bool) -> tuple[str, ...]:
     return (f"{lost}: not used",)
 
 
+def assignments(given: Any, layers: Sequence[Any], num_slots: int) -> NDArray[np.int64]:
+    """[L, P] from lists of experts by layer, all of ``layers``.
+
+    Raises:
+        HistoryError: no such lists, or a layer without one.
+    """
+    if not isinstance(given, dict) or not given or given.keys() != set(layers):
+        shown = ", ".join(map(str, given))[:40] if isinstance(given, dict) else "none"
+        raise HistoryError(
+            f"initial_global_assignments of layers {shown or 'none'}, expected lists of experts by "
+            f"layer {', '.join(map(str, layers))[:40]}"
+        )
+    held = int_array([given[layer] for layer in layers], 2, "initial_global_assignments")
+    if held.shape[1] != num_slots:
+        raise HistoryError(
+            f"layers have {held.shape[1]} experts, expected {num_slots} as num_slots"
+        )
+    return held
+
+
 def placement_of(
-    held: NDArray[np.integer], layers: Layers, options: ReadOptions, **more: Any
+    held: NDArray[np.integer],
+    layers: Layers,
+    options: ReadOptions,
+    *,
+    is_full: bool = True,
+    num_experts: int | None = None,
+    generation: int = 0,
+    shares: Mapping[str, NDArray[np.float64]] | None = None,
+    **more: Any,
 ) -> PlacementFile:
     """A placement of the MoE rows of a map [L, P]; -1 is an empty slot.
 
     Args:
-        more: other fields of the file, and ``num_experts`` where the format has it.
+        is_full: the format has no empty slots.
+        num_experts: where the format has it.
+        shares: of slots, and of slots by source; [..., L, P].
+        more: other fields of the file.
     """
-    num_experts = more.pop("num_experts", None) or options.experts_in(
-        held.shape[1], int(held.max())
-    )
-    rows, found, notes = resolve(layers, options)
-    placement = Placement(held[rows].astype(np.int32), num_experts)
-    return PlacementFile(placement, found, notes=(*more.pop("notes", ()), *notes), **more)
+    num_slots = held.shape[1]
+    if held.min() < (0 if is_full else -1) or held.max() >= num_slots:
+        raise HistoryError(
+            f"experts {held.min()}..{held.max()} in {num_slots} slots of a layer, expected "
+            f"{0 if is_full else -1}..{num_slots - 1}"
+        )
+    num_experts = num_experts or options.experts_in("the map", int(held.max()), num_slots)
+    rows, known, notes = resolve(layers, options)
+    kept = {name: table[..., rows, :] for name, table in (shares or {}).items()}
+    placement = Placement(held[rows].astype(np.int32), num_experts, generation, **kept)
+    return PlacementFile(placement, known, notes=(*more.pop("notes", ()), *notes), **more)
 
 
 def _shown(ids: Sequence[int]) -> str:
@@ -406,6 +435,14 @@ def _shown(ids: Sequence[int]) -> str:
 def as_layers(ids: Sequence[int]) -> Layers:
     """Layers that a file numbers itself."""
     return Layers(tuple(ids), "model")
+
+
+def numbered_layers(ids: Any, num_rows: int) -> Layers:
+    """Layers of a table by the numbers in its file; None: rows are MoE layers in order."""
+    if ids is None:
+        return rows_in_order(num_rows)
+    numbers = whole_array(np.asarray(ids), (num_rows,), "layer_ids", high=2**16)
+    return as_layers(numbers.tolist())
 
 
 def rows_in_order(num_rows: int) -> Layers:

@@ -373,6 +373,68 @@ def test_files_of_ranks_are_summed_by_dump(tmp_path: Path) -> None:
     assert source.skips.counts()["ranks missing"]["count"] == 1
 
 
+STAGES = [[5, 1, 0, 2], [3, 3, 1, 1]]  # tokens of hidden layers 1 and 2
+
+
+def stage_dump(folder: Path, time: float, layer: int, times: int) -> None:
+    counts = np.zeros((1, 3, 4), dtype=np.int32)
+    counts[0, layer] = np.array(STAGES[layer - 1]) * times
+    name = f"expert_distribution_recorder_{time}.pt"
+    (folder / name).write_bytes(torch_file({"rank": 0, "logical_count": counts}))
+
+
+def test_dumps_of_stages_are_joined_as_those_of_a_folder_are(tmp_path: Path) -> None:
+    for number in (1, 2):
+        for layer in (1, 2):
+            stage_dump(tmp_path, number + layer / 10, layer, number)
+    found = given(open_source([str(tmp_path)], OPTIONS))
+
+    assert [window.tokens.tolist() for window in found] == [
+        (n * np.array(STAGES)).tolist() for n in (1, 2)
+    ]
+    assert found[0].layers.ids == (1, 2)
+
+
+def test_dump_of_one_stage_waits_for_that_of_the_other_while_watching(tmp_path: Path) -> None:
+    stage_dump(tmp_path, 1.1, 1, 1)
+    source = open_source([str(tmp_path)], OPTIONS)
+    assert [given(source, is_last=False) for _ in range(2)] == [[], []]
+
+    stage_dump(tmp_path, 1.2, 2, 1)
+    found = [window for _ in range(2) for window in given(source, is_last=False)]
+
+    assert [window.tokens.tolist() for window in found] == [STAGES]
+    assert given(source) == []
+    assert not source.skips.counts()
+
+
+def test_requests_of_a_folder_are_one_recording(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).random((12, 2, 8)).argsort(axis=2)[:, :, :2].astype(np.int16)
+    for number, part in enumerate(np.split(ids, [5, 7])):
+        np.save(tmp_path / f"request{number}.npy", part)
+    options = SourceOptions(ReadOptions(num_experts=8, window_tokens=4), window_steps=1)
+    found = given(open_source([str(tmp_path)], options))
+
+    counted = [
+        [
+            np.bincount(ids[begin : begin + 4, layer].ravel(), minlength=8).tolist()
+            for layer in (0, 1)
+        ]
+        for begin in (0, 4, 8)
+    ]
+    assert [window.tokens.tolist() for window in found] == counted
+
+
+def test_tables_of_ranks_are_summed_as_those_of_a_folder_are(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        for step in (8, 9):
+            text = f"layer,0,1\n3,{step},{rank}\n"
+            (tmp_path / f"step{step}_rank{rank}.csv").write_text(text)
+    found = given(open_source([str(tmp_path)], OPTIONS))
+
+    assert [window.tokens.tolist() for window in found] == [[[16, 1]], [[18, 1]]]
+
+
 def test_watching_a_folder_gives_the_report_of_reading_it(tmp_path: Path) -> None:
     stat_dumps(tmp_path, 4, experts=4)
     whole = {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}

@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eplb.errors import HistoryError
-from telemetry.formats.bounded import int_array, member, read_json, whole_number
+from telemetry.formats.bounded import int_array, member, whole_number
 from telemetry.formats.repairs import filled, kept_in_place, ranks_of, without_duplicates
 from telemetry.formats.types import (
     PlacementFile,
     ReadOptions,
+    WriteOptions,
+    Written,
     placement_of,
     refuse_dense_rows,
     rows_in_order,
@@ -31,9 +33,8 @@ from telemetry.formats.types import (
 MAX_LAYERS = 4096
 
 
-def read_map(path: Path, options: ReadOptions) -> PlacementFile:
-    """Read an expert map."""
-    record = read_json(path)
+def of_map(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
+    """The placement of an expert map that was read already."""
     count = member(record, "moe_layer_count", int, "the file")
     entries = member(record, "layer_list", list, "the file")
     if whole_number(count, "moe_layer_count", 1, MAX_LAYERS) != len(entries):
@@ -52,35 +53,29 @@ def read_map(path: Path, options: ReadOptions) -> PlacementFile:
                 f"layer_list[{row}] has {table.shape[0]} devices x {table.shape[1]} slots, "
                 f"expected {tables[0].shape[0]} x {tables[0].shape[1]}"
             )
-        if entry.get("layer_id", row) != row:
-            notes = ("entries are taken by their place: a layer_id differs from it",)
+        places = [("layer_id", entry, row)]
+        places += [("device_id", device, place) for place, device in enumerate(devices)]
+        if wrong := [name for name, named, place in places if named.get(name, place) != place]:
+            notes = (f"entries are taken by their place: a {wrong[0]} differs from it",)
         tables.append(table)
     held = np.array(tables)
     num_layers, num_devices, each = held.shape
-    num_slots = num_devices * each
-    if held.min() < 0 or held.max() >= num_slots:
-        raise HistoryError(f"experts {held.min()}..{held.max()} in {num_slots} slots")
-    flat = held.reshape(num_layers, num_slots)
+    flat = held.reshape(num_layers, num_devices * each)
     layers = rows_in_order(num_layers)
     return placement_of(flat, layers, options, num_ranks=num_devices, notes=notes)
 
 
-def write_map(
-    file: PlacementFile, num_ranks: int | None, current: PlacementFile | None = None
-) -> tuple[bytes, tuple[str, ...]]:
+def write_map(file: PlacementFile, options: WriteOptions) -> Written:
     """Write an expert map that passes the engine's checks.
 
-    Args:
-        file: what is written, repaired where the format cannot express it.
-        num_ranks: devices.
-        current: the map that serves; experts that stay on a device keep their slots.
+    Experts that stay on a device keep the slots of the map that serves.
     """
-    devices = ranks_of(file, num_ranks, "the map lists devices")
+    devices = ranks_of(file, options.num_ranks, "the map lists devices")
     refuse_dense_rows(file.layers, "entries of vllm-ascend")
     file, notes = filled(file, devices)
     file, further = without_duplicates(file, devices)
     notes = (*notes, *further)
-    if current is not None:
+    if (current := options.current) is not None:
         file, further = kept_in_place(file, current, devices)
         notes = (*notes, *further)
     if file.layers.axis == "model":

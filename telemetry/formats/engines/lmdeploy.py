@@ -21,16 +21,11 @@ import numpy as np
 
 from eplb.core.load import LoadHistory
 from eplb.errors import HistoryError
-from telemetry.formats.bounded import int_array, member, read_json, whole_array, whole_number
+from telemetry.formats.bounded import int_array, member, whole_array, whole_number
 from telemetry.formats.types import LoadFile, ReadOptions, rows_in_order
 
 COUNTS, TOTAL = "counts", "total_tokens"
 FILE = re.compile(r"rank\d+_step(\d{1,15})_experts?_counts\.(pt|json)")
-
-
-def read_counts(path: Path, options: ReadOptions) -> LoadFile:
-    """Read a JSON file of counts."""
-    return of_counts(read_json(path), path, options)
 
 
 def of_counts(record: Any, path: Path, options: ReadOptions) -> LoadFile:

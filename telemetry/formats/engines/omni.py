@@ -82,7 +82,7 @@ def _placement(
     """From the slots [L, R, E] of experts; slots that a rank has fewer of are empty."""
     num_layers, num_ranks, num_experts = slot.shape
     each = int(slot.max()) + 1
-    check_cells(num_layers * num_ranks, each, slot.nbytes)
+    check_cells("the map", (num_layers, num_ranks, each), slot.nbytes)
     experts = np.full((num_layers, num_ranks, each + 1), -1)  # one more takes what is not there
     layer, rank, expert = np.indices(slot.shape)
     experts[layer, rank, slot] = expert
@@ -93,6 +93,7 @@ def _placement(
         experts.reshape(num_layers, -1),
         rows_in_order(num_layers),
         options,
+        is_full=False,
         num_experts=num_experts,
         num_ranks=num_ranks,
         notes=notes,

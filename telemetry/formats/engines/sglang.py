@@ -13,20 +13,21 @@ Shapes:  n passes, T windows, L hidden layers, E experts, P physical slots.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory, as_history, repeats_expert
+from eplb.core.load import history_of_figures, repeats_expert
 from eplb.core.placement import Placement
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import (
     int_array,
     member,
-    read_json,
     to_json,
     whole_array,
     whole_number,
@@ -38,14 +39,17 @@ from telemetry.formats.types import (
     LoadFile,
     PlacementFile,
     ReadOptions,
-    StepSums,
+    WriteOptions,
+    Written,
     check_cells,
     cut_unlike,
+    history_of,
     model_layers,
     placement_of,
+    ranks_summed,
     rows_as_hidden,
-    summed_windows,
     to_logical,
+    whole_steps,
 )
 
 MAP = "physical_to_logical_map"
@@ -55,51 +59,34 @@ DUMP_FILE = re.compile(r"expert_distribution_recorder_(?P<time>[\d.]+?)(?:_(?P<r
 CIRCULAR = "steps stand in a circular buffer: which window is the newest is not known"
 
 
-def of_dump(found: Any, path: Path, options: ReadOptions) -> LoadFile:
+def of_dump(record: Any, path: Path, options: ReadOptions) -> LoadFile:
     """The load of a recorder's file that was read already."""
-    if isinstance(found, dict) and COUNT in found:
-        return _stat(found[COUNT], options, (CIRCULAR,))
-    if isinstance(found, dict) and "records" in found:
+    if isinstance(record, dict) and COUNT in record:
+        counts = record[COUNT]
+        if isinstance(counts, list):  # as ``--init-expert-location`` takes it
+            return _stat(int_array(counts, (2, 3), COUNT), ())
+        return _stat(counts, (CIRCULAR,))
+    if isinstance(record, dict) and "records" in record:
         note = f"of one rank alone, {path.name}: the folder of all ranks' files gives their sum"
-        return read_rank_files([path], options, {path: found}, (note,))
-    keys = ", ".join(map(str, found))[:80] if isinstance(found, dict) else ""
+        return _sum_of_ranks({path.name: lambda: record}, options, (note,))
+    keys = ", ".join(map(str, record))[:80] if isinstance(record, dict) else ""
     raise HistoryError(
-        f"found a {type(found).__name__} {keys}, expected a dump of SGLang's recorder with "
+        f"found a {type(record).__name__} {keys}, expected a dump of SGLang's recorder with "
         f"{COUNT} or records, a {MAP}, or one tensor [layers, experts]"
     )
 
 
-def read_counts(path: Path, options: ReadOptions) -> LoadFile:
-    """Read ``{"logical_count": ...}`` as ``--init-expert-location`` takes it."""
-    counts = member(read_json(path), COUNT, list, "the file")
-    return _stat(int_array(counts, (2, 3), COUNT), options, ())
-
-
-def _stat(counts: Any, options: ReadOptions, notes: tuple[str, ...]) -> LoadFile:
-    if not isinstance(counts, np.ndarray) or counts.dtype.kind not in "iuf" or not counts.size:
-        raise HistoryError(f"{COUNT} is no table of numbers, expected [steps, layers, experts]")
-    steps = counts[None] if counts.ndim == 2 else counts
-    if steps.ndim != 3:
-        raise HistoryError(f"{COUNT} has shape {counts.shape}, expected [steps, layers, experts]")
-    if steps.dtype.kind == "f":
-        steps = as_history(steps).tokens
-    last_filled = _last_filled(steps)
-    if last_filled < len(steps):
-        notes = (*notes, f"{len(steps) - last_filled} of {len(steps)} steps are not filled yet")
-        steps = steps[:last_filled]
-    tokens, each = summed_windows(steps, options.max_windows)
-    first = np.arange(len(tokens)) * each
-    last = np.minimum(first + each, len(steps)) - 1
-    layers = rows_as_hidden(tokens.shape[1])
-    return LoadFile(LoadHistory(tokens, first, last), layers, notes=notes)
-
-
-def _last_filled(steps: NDArray[Any]) -> int:
-    """Number of steps up to the last one with tokens; at least 1."""
-    for last in range(len(steps), 0, -1):
-        if steps[last - 1].any():
-            return last
-    return 1
+def _stat(counts: Any, notes: tuple[str, ...]) -> LoadFile:
+    if not isinstance(counts, np.ndarray) or counts.ndim not in (2, 3) or not counts.size:
+        shape = getattr(counts, "shape", type(counts).__name__)
+        raise HistoryError(f"{COUNT} has shape {shape}, expected [steps, layers, experts]")
+    steps = history_of_figures(counts)
+    last_filled = int(np.flatnonzero(steps.tokens.any(axis=(1, 2))).max(initial=0)) + 1
+    if last_filled < steps.num_windows:
+        unfilled = steps.num_windows - last_filled
+        notes = (*notes, f"{unfilled} of {steps.num_windows} steps are not filled yet")
+    history = steps.of_windows(np.arange(last_filled))
+    return LoadFile(history, rows_as_hidden(history.num_layers), notes=notes)
 
 
 def dumps_in(paths: list[Path], *, strict: bool) -> tuple[list[list[Path]], tuple[str, ...]]:
@@ -132,47 +119,47 @@ def dumps_in(paths: list[Path], *, strict: bool) -> tuple[list[list[Path]], tupl
     return [[files[number][1] for files in whole] for number in range(count)], notes
 
 
-def read_rank_files(
-    paths: list[Path],
-    options: ReadOptions,
-    loaded: dict[Path, Any] | None = None,
-    notes: tuple[str, ...] = (),
-) -> LoadFile:
+def read_rank_files(paths: Sequence[Path], options: ReadOptions) -> LoadFile:
     """Read the files of all ranks of one dump, by rank, and sum their passes."""
+    return _sum_of_ranks({path.name: partial(load_torch, path) for path in paths}, options, ())
+
+
+def _sum_of_ranks(
+    files: Mapping[str, Callable[[], Any]], options: ReadOptions, notes: tuple[str, ...]
+) -> LoadFile:
+    """The sum of the passes that all files have, which are loaded one after another."""
     held: NDArray[np.int64] | None = None
     sums: dict[int, NDArray[np.int64]] = {}  # by pass
-    seen: dict[int, int] = {}  # files that have it
-    for path in paths:
-        of_file = set[int]()
-        record = loaded[path] if loaded else load_torch(path)
-        last = member(record, f"last_{MAP}", np.ndarray, path.name)
-        table = _checked_map(last, f"{path.name}: the map")
+    seen = Counter[int]()  # files that have it
+    for name, load in files.items():
+        record = load()
+        table = _checked_map(member(record, f"last_{MAP}", np.ndarray, name), f"{name}: the map")
         if held is not None and not np.array_equal(held, table):
-            raise HistoryError(f"{path.name} has another map than rank 0, expected one dump")
-        held = table
-        for number, slots in _passes(record, table, path.name):
+            raise HistoryError(f"{name} has another map than rank 0, expected one dump")
+        held, of_file = table, set[int]()
+        for number, slots in _passes(record, table, name):
             if number in of_file:
-                raise HistoryError(f"{path.name} has pass {number} twice, expected it once")
+                raise HistoryError(f"{name} has pass {number} twice, expected it once")
             of_file.add(number)
             sums[number] = sums.get(number, 0) + slots
-            seen[number] = seen.get(number, 0) + 1
-    whole = sorted(number for number, count in seen.items() if count == len(paths))
-    if held is None or not whole:
-        raise HistoryError("no records, expected passes that all files have")
-    if len(whole) < len(seen):
-        lost = f"{len(seen) - len(whole)} of {len(seen)} passes are not in all {len(paths)} files"
-        notes = (*notes, *cut_unlike(lost, options.strict))
-    num_experts = options.experts_in(held.shape[1], int(held.max()))
-    folded = StepSums(options.max_windows)
-    for number in whole:
-        folded.add(number, to_logical(sums[number], held, num_experts, f"pass {number}"))
+        seen.update(of_file)
+    assert held is not None, "a dump has files"
+    what = f"passes are not in all {len(files)} files"
+    whole, lost = whole_steps(seen, len(files), what, options)
+    num_experts = options.experts_in("the map", int(held.max()), held.shape[1])
+    tokens = [to_logical(sums[one], held, num_experts, f"pass {one}") for one in whole]
     only_last = (
         "the map is the last one: passes before a rebalance within this recording would be wrong"
     )
     layers = rows_as_hidden(len(held))
     current = PlacementFile(Placement(held.astype(np.int32), num_experts), layers)
-    num_ranks = len(paths) if len(paths) > 1 else None
-    return LoadFile(folded.history(), layers, current, num_ranks, notes=(*notes, only_last))
+    return LoadFile(
+        history_of(tokens, whole, whole),
+        layers,
+        current,
+        len(files) if len(files) > 1 else None,
+        notes=(*notes, *lost, *([ranks_summed(len(files))] if len(files) > 1 else []), only_last),
+    )
 
 
 def _checked_map(table: NDArray[Any], where: str) -> NDArray[np.int64]:
@@ -208,7 +195,7 @@ def _counted(ids: NDArray[Any], held: NDArray[np.int64], where: str) -> NDArray[
     num_layers, num_slots = held.shape
     shape = (num_layers, None, None)
     ids = whole_array(ids, shape, f"{where}: topk_ids_of_layer", low=-1, high=num_slots - 1)
-    check_cells(num_layers, num_slots, held.nbytes)
+    check_cells(where, (num_layers, num_slots), held.nbytes)
     if (wrong := repeats_expert(ids)) is not None:
         raise HistoryError(f"{where}: token {wrong[1]} of row {wrong[0]} has a slot twice")
     counts = [
@@ -220,11 +207,6 @@ def _counted(ids: NDArray[Any], held: NDArray[np.int64], where: str) -> NDArray[
 # -- expert locations
 
 
-def read_location(path: Path, options: ReadOptions) -> PlacementFile:
-    """Read ``{"physical_to_logical_map": ...}`` of a JSON file."""
-    return of_location(read_json(path), path, options)
-
-
 def of_location(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
     """The placement of a map that was read already."""
     table = member(record, MAP, (list, np.ndarray), "the file")
@@ -233,20 +215,18 @@ def of_location(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
     return placement_of(held, rows_as_hidden(len(held)), options)
 
 
-def write_location(
-    file: PlacementFile, num_ranks: int | None, num_hidden: int | None
-) -> tuple[bytes, tuple[str, ...]]:
+def write_location(file: PlacementFile, options: WriteOptions) -> Written:
     """Write the map of all hidden layers, and no other key: the engine refuses any other.
 
     Rows of dense layers hold experts in order: the engine asks for a full row and never uses it.
     """
-    file, notes = filled(file, num_ranks)
+    file, notes = filled(file, options.num_ranks)
     held = file.placement.slot_to_expert
     layers = file.layers
     if layers.axis == "hidden":
         return to_json({MAP: held.tolist()}), notes
     layers = model_layers(layers, "rows of SGLang are all hidden layers")
-    total = num_hidden if num_hidden is not None else layers.num_hidden
+    total = options.num_hidden or layers.num_hidden
     if total is None:
         total = layers.ids[-1] + 1
         notes = (*notes, f"{total} hidden layers are assumed, up to the last MoE layer")

@@ -11,6 +11,7 @@ Shapes:  L MoE layers, E experts, P slots.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,16 @@ from telemetry.formats.types import (
     LoadFile,
     PlacementFile,
     ReadOptions,
-    StepSums,
+    WriteOptions,
+    Written,
     as_layers,
+    assignments,
     check_cells,
-    cut_unlike,
+    history_of,
     model_layers,
     placement_of,
+    ranks_summed,
+    whole_steps,
 )
 
 RANK_FILE = re.compile(r"rank(\d{1,5})\.safetensors")  # not rank0_raw.safetensors
@@ -56,34 +61,35 @@ def read_statistics(folder: Path, options: ReadOptions) -> LoadFile:
     num_experts = whole_number(
         member(meta, "num_experts", int, "meta_info.json"), "num_experts", 1, 2**20
     )
-    files = [_counts(path, num_experts) for path in _rank_files(folder)]
-    stages: dict[tuple[int, ...], int] = {}  # layers of a pipeline stage, and its ranks
-    whole, steps = set[int](), set[int]()
-    for rank, counts in enumerate(files):
+    sums: dict[tuple[int, int], NDArray[np.int64]] = {}  # by iteration and layer
+    seen, stages = Counter[int](), Counter[tuple[int, ...]]()  # ranks that have each, whole
+    paths = _rank_files(folder)
+    for path in paths:
+        counts = _counts(path, num_experts)
         ids = tuple(sorted({layer for _, layer in counts}))
-        stages[ids] = stages.get(ids, 0) + 1
-        seen = {step for step, _ in counts}
-        complete = {step for step in seen if all((step, layer) in counts for layer in ids)}
-        whole, steps = complete & whole if rank else complete, steps | seen
+        layers_of = Counter(step for step, _ in counts)
+        stages[ids] += 1
+        seen.update({step: int(num == len(ids)) for step, num in layers_of.items()})
+        for key, tokens in counts.items():
+            sums[key] = sums.get(key, 0) + tokens
     layers = sorted(layer for ids in stages for layer in ids)
     if len(set(layers)) != len(layers):
         raise HistoryError(f"ranks have layers {list(stages)[:2]}, expected the same or no common")
-    if not whole or max(whole) - min(whole) + 1 != len(whole):
-        shown = f"{min(steps, default=0)}..{max(steps, default=0)}"
+    what = "iterations are not in all files"
+    whole, notes = whole_steps(seen, len(paths), what, options)
+    if whole[-1] - whole[0] + 1 != len(whole):
         raise HistoryError(
-            f"{len(whole)} iterations in {shown} have each layer of every rank, expected no gap"
+            f"{len(whole)} iterations in {whole[0]}..{whole[-1]} have each layer of every rank, "
+            "expected no gap"
         )
-    check_cells(
-        len(layers), num_experts, sum(one.nbytes for part in files for one in part.values())
-    )
-    sums = StepSums(options.max_windows)
-    for step in sorted(whole):
-        parts = [[part[step, layer] for part in files if (step, layer) in part] for layer in layers]
-        sums.add(step, np.array([np.sum(part, axis=0) for part in parts]))
-    lost = f"{len(steps) - len(whole)} of {len(steps)} iterations are not in all files"
-    notes = cut_unlike(lost, options.strict) if len(steps) > len(whole) else ()
+    shape = (len(whole), len(layers), num_experts)
+    check_cells("the folder", shape, sum(one.nbytes for one in sums.values()))
+    tokens = np.array([[sums[step, layer] for layer in layers] for step in whole])
     num_ranks = max(stages.values()) if len(set(stages.values())) == 1 else None
-    return LoadFile(sums.history(), as_layers(layers), None, num_ranks, notes=notes)
+    notes = (*notes, ranks_summed(len(paths)))
+    return LoadFile(
+        history_of(tokens, whole, whole), as_layers(layers), None, num_ranks, notes=notes
+    )
 
 
 def _rank_files(folder: Path) -> list[Path]:
@@ -120,36 +126,19 @@ def read_config(path: Path, options: ReadOptions) -> PlacementFile:
     """Read ``moe_load_balancer.yaml``."""
     config = _plain(read_text_bytes(path).decode())
     if not isinstance(config, dict) or config.keys() - SETTINGS:
-        found = sorted(config.keys() - SETTINGS)[:1] if isinstance(config, dict) else "no mapping"
+        found = list(config.keys() - SETTINGS)[:1] if isinstance(config, dict) else "no mapping"
         raise HistoryError(f"found {found}, expected the keys {', '.join(sorted(SETTINGS))} alone")
-    num_slots = _number(config.get("num_slots"), "num_slots")
+    num_slots = whole_number(config.get("num_slots"), "num_slots", 1)
     given = config.get("initial_global_assignments")
-    if not isinstance(given, dict) or not given:
-        raise HistoryError("no initial_global_assignments, expected lists of experts by layer")
-    held: dict[int, list[int]] = {}
-    for key, row in given.items():
-        layer = _number(key, "a layer")
-        if not isinstance(row, list) or len(row) != num_slots or layer in held:
-            raise HistoryError(f"layer {layer}, expected one list of {num_slots} experts")
-        held[layer] = [_number(expert, f"layer {layer}") for expert in row]
-    ids = sorted(held)
-    table = np.array([held[layer] for layer in ids])
-    if table.max() >= num_slots:
-        raise HistoryError(f"expert {table.max()} in {num_slots} slots, expected fewer experts")
-    updates = _number(config.get("layer_updates_per_iter", "0"), "layer_updates_per_iter")
+    ids = sorted(whole_number(layer, "a layer") for layer in given or ())
+    table = assignments(given, ids, num_slots)
+    updates = whole_number(config.get("layer_updates_per_iter", 0), "layer_updates_per_iter")
     provenance = {"layer_updates_per_iter": updates}
     return placement_of(table, as_layers(ids), options, provenance=provenance)
 
 
-def _number(value: Any, where: str) -> int:
-    if not isinstance(value, str) or not NUMBER.fullmatch(value):
-        found = repr(value[:20]) if isinstance(value, str) else type(value).__name__
-        raise HistoryError(f"{where} is {found}, expected a whole number")
-    return int(value)
-
-
 def _plain(text: str) -> Any:
-    """YAML as dicts, lists and text. Nothing is constructed, and no alias is followed."""
+    """YAML as dicts, lists, text and whole numbers. Nothing else is constructed; no alias."""
     root: list[Any] = []
     stack: list[Any] = [root]
     keys: list[Any] = [None]  # the key that waits for its value, for each open mapping
@@ -169,7 +158,8 @@ def _plain(text: str) -> Any:
                 stack.append(value)
                 keys.append(None)
             elif isinstance(event, yaml.ScalarEvent):
-                _put(stack, keys, event.value)
+                is_number = NUMBER.fullmatch(event.value) and event.implicit[0]
+                _put(stack, keys, int(event.value) if is_number else event.value)
     except yaml.YAMLError as exc:
         raise HistoryError(f"no YAML: {' '.join(str(exc).split())[:200]}") from exc
     if len(root) != 1:
@@ -182,7 +172,7 @@ def _put(stack: list[Any], keys: list[Any], value: Any) -> None:
     if isinstance(container, list):
         container.append(value)
     elif keys[-1] is None:
-        if not isinstance(value, str) or value in container:
+        if not isinstance(value, str | int) or value in container:
             raise HistoryError(f"key {value!r} of YAML twice, or no text".replace("\n", " ")[:200])
         keys[-1] = value
     else:
@@ -190,20 +180,19 @@ def _put(stack: list[Any], keys: list[Any], value: Any) -> None:
         keys[-1] = None
 
 
-def write_config(
-    file: PlacementFile, num_ranks: int | None, layer_updates_per_iter: int = 0
-) -> tuple[bytes, tuple[str, ...]]:
+IGNORED = (
+    "TensorRT-LLM ignores the section in silence unless it knows the architecture, expert "
+    "parallelism and attention data parallelism are on (its PR 18626)"
+)
+
+
+def write_config(file: PlacementFile, options: WriteOptions) -> Written:
     """Write ``moe_load_balancer.yaml`` with the engine's three keys, lists in rows."""
-    ranks_of(file, num_ranks, "TensorRT-LLM has as many slots on each rank")
-    file, notes = filled(file, num_ranks)
+    ranks_of(file, options.num_ranks, "TensorRT-LLM has as many slots on each rank")
+    file, notes = filled(file, options.num_ranks)
     layers = model_layers(file.layers, "layers of TensorRT-LLM have the model's numbers")
     lines = ["initial_global_assignments:"]
     for layer, row in zip(layers.ids, file.placement.slot_to_expert.tolist(), strict=True):
         lines.append(f"  {layer}: [{', '.join(map(str, row))}]")
-    lines.append(f"layer_updates_per_iter: {layer_updates_per_iter}")
-    lines.append(f"num_slots: {file.placement.num_slots}")
-    note = (
-        "TensorRT-LLM ignores the section in silence unless it knows the architecture, expert "
-        "parallelism and attention data parallelism are on (its PR 18626)"
-    )
-    return ("\n".join(lines) + "\n").encode(), (*notes, note)
+    lines += ["layer_updates_per_iter: 0", f"num_slots: {file.placement.num_slots}", ""]
+    return "\n".join(lines).encode(), (*notes, IGNORED)

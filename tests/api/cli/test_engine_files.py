@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.engine_plan import PlannedGroup, plan_for_engine
 from eplb import ModelShape, Placement, register_policy
-from telemetry.formats.engines.ascend import read_map
 from telemetry.formats.table import WriteOptions, read_load, read_placement, write_placement
 from telemetry.formats.types import Layers, PlacementFile, ReadOptions
 from tests.support.engines.ascend_check import has_no_move_within_a_device
@@ -117,7 +116,7 @@ def test_ascend_plan_from_its_own_map_moves_no_kept_expert(dump: Path, tmp_path:
     assert (done.exit_code, again.exit_code) == (0, 0), done.output + again.output
     assert "cost from the serving placement" in again.output
     assert has_no_move_within_a_device(
-        read_map(first, ReadOptions()), read_map(second, ReadOptions())
+        read_placement(str(first), ReadOptions()), read_placement(str(second), ReadOptions())
     )
 
 

@@ -32,7 +32,6 @@ from api.deploy.check import (
     lines_of,
 )
 from api.deploy.first_placement import ensure_first_placement
-from api.deploy.launch import Launch, check_start
 from api.deploy.model import accept_checkpoint, check_same_checkpoint, check_weights
 from api.deploy.roles import run_host_cache
 from eplb.core.model import ModelShape

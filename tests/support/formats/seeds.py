@@ -19,7 +19,13 @@ from safetensors.numpy import save
 from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from telemetry.formats import own
-from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, rows_in_order
+from telemetry.formats.types import (
+    LoadFile,
+    PlacementFile,
+    ReadOptions,
+    WriteOptions,
+    rows_in_order,
+)
 
 Files = Mapping[str, bytes]  # "" is the file itself; names: a folder
 STEPS = np.array([[[5, 1, 0, 2], [3, 3, 1, 1]], [[4, 2, 1, 1], [2, 4, 2, 0]]], dtype=np.int32)
@@ -252,6 +258,6 @@ def seeds() -> dict[str, tuple[Files, ReadOptions]]:
             ReadOptions(window_tokens=8),
         ),
         "csv": ({".csv": b"layer,0,1\n3,5,1\n4,2,4\n"}, none),
-        "eplb": ({".json": own.write_placement(placement)[0]}, none),
-        "eplb-trace": (own.write_trace(counts, {"source": "x"}), none),
+        "eplb": ({".json": own.write_placement(placement, WriteOptions())[0]}, none),
+        "eplb-trace": (own.write_trace(counts, WriteOptions(provenance={"source": "x"})), none),
     }

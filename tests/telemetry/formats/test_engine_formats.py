@@ -20,7 +20,7 @@ from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError, St
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry import RunInfo, open_store
 from telemetry.formats.checks import TargetDeployment, findings
-from telemetry.formats.engines.ascend import read_map
+from telemetry.formats.engines.vllm import StepSums
 from telemetry.formats.table import (
     WriteOptions,
     read,
@@ -32,7 +32,6 @@ from telemetry.formats.types import (
     LoadFile,
     PlacementFile,
     ReadOptions,
-    StepSums,
     as_layers,
     parse_layer_ids,
     rows_as_hidden,
@@ -248,7 +247,7 @@ def test_trtllm_statistics_with_a_gap_are_refused(tmp_path: Path) -> None:
     [
         (b"a: &x [1]\nb: *x\n", "an alias in YAML"),
         (b"num_slots: 2\nep_size: 3\n", "ep_size"),
-        (b"num_slots: !!python/object/apply:os.system [x]\n", "num_slots is list"),
+        (b"num_slots: !!python/object/apply:os.system [x]\n", "num_slots is a list"),
         (b"num_slots: 2\nnum_slots: 2\n", "twice"),
         (b"[" * 100, "levels of YAML"),
         (b"a: [", "no YAML"),
@@ -266,7 +265,7 @@ def test_ascend_map_keeps_slots_and_replaces_second_replicas(tmp_path: Path) -> 
     base = PlacementFile(Placement(np.array([[0, 1, 2, 3, 0, 1]]), 4), rows_in_order(1), 2)
     target = PlacementFile(Placement(np.array([[2, 0, 2, 1, 3, 0]]), 4), rows_in_order(1), 2)
     notes = write_placement(target, "ascend", tmp_path / "m.json", WriteOptions(2, None, base))
-    written = read_map(tmp_path / "m.json", NONE)
+    written = read_placement(str(tmp_path / "m.json"), NONE)
 
     # The second expert 2 of device 0 becomes one that the device lacks; 0 and 2 stay in place.
     assert written.placement.slot_to_expert.tolist() == [[0, 1, 2, 3, 0, 1]]

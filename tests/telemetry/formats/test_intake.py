@@ -26,7 +26,15 @@ from telemetry.formats.table import (
     write_placement,
 )
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, as_layers, rows_in_order
-from tests.support.formats.seeds import npy, npz, per_pass, seeds, torch_file, write_seed
+from tests.support.formats.seeds import (
+    ASCEND_JSON,
+    npy,
+    npz,
+    per_pass,
+    seeds,
+    torch_file,
+    write_seed,
+)
 
 NONE = ReadOptions()
 EXPERTS = 16
@@ -89,6 +97,54 @@ def test_small_integers_that_name_an_expert_twice_need_a_format(tmp_path: Path) 
         read_load(path, NONE, "vllm-routing")
 
 
+def test_routing_ids_saved_as_floats_are_told_as_integers_are(tmp_path: Path) -> None:
+    for dtype in ("f4", "f8"):
+        path = place(tmp_path, "r.npy", npy(IDS.astype(dtype)))
+
+        with pytest.raises(ConfigError, match="--experts with the model's number, --format"):
+            read_load(path, NONE)
+        for options, name in ((ReadOptions(num_experts=EXPERTS), None), (NONE, "vllm-routing")):
+            assert read_load(path, options, name).history.tokens.tolist() == COUNTED
+
+
+def test_probabilities_of_tokens_are_no_load_unless_npy_is_named(tmp_path: Path) -> None:
+    logits = np.random.default_rng(0).normal(size=(4, 60, 8))
+    shares = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+    path = place(tmp_path, "p.pt", torch_file(shares.astype(np.float32)))
+
+    with pytest.raises(ConfigError, match="rows that sum to 1: probabilities of tokens"):
+        read_load(path, NONE)
+    assert read_load(path, NONE, "npy").history.tokens.shape == (4, 60, 8)
+
+
+def test_tokens_behind_the_last_whole_window_are_counted_and_noted(tmp_path: Path) -> None:
+    path = place(tmp_path, "r.npy", npy(IDS[:595].astype(np.int16)))
+    found = read_load(path, ReadOptions(window_tokens=100))
+
+    assert int(found.history.tokens.sum()) == 500 * 3 * 2
+    note = "95 of 595 tokens, behind the last whole window of 100, are not used"
+    assert note in found.notes
+
+
+def test_column_that_is_the_sum_of_the_others_is_no_expert(tmp_path: Path) -> None:
+    rows = [[*row, sum(row)] for row in TOKENS.tolist()]
+    text = "\n".join(",".join(map(str, row)) for row in rows)
+    for path in (place(tmp_path, "c.csv", text), place(tmp_path, "c.npy", npy(np.array(rows)))):
+        with pytest.raises(ConfigError, match="expert 4 has as many tokens as all others together"):
+            read_load(path, NONE)
+        assert read_load(path, ReadOptions(num_experts=5)).history.num_experts == 5
+
+
+def test_counters_that_never_fall_are_no_windows_unless_npy_is_named(tmp_path: Path) -> None:
+    windows = np.random.default_rng(1).integers(1, 90, (6, 2, 8))
+    path = place(tmp_path, "c.npy", npy(windows.cumsum(axis=0)))
+
+    with pytest.raises(ConfigError, match="no count that falls: counters since a start"):
+        read_load(path, NONE)
+    assert read_load(path, NONE, "npy").history.num_windows == 6
+    assert read_load(place(tmp_path, "w.npy", npy(windows)), NONE).history.num_windows == 6
+
+
 def test_raw_routing_with_a_wrong_shape_names_the_token(tmp_path: Path) -> None:
     path = place(tmp_path, "r.bin", IDS.astype("<i4").tobytes())
     right = read_load(path, ReadOptions(num_layers=3, top_k=2))
@@ -115,11 +171,63 @@ def test_fractions_and_what_is_not_read_are_noted(tmp_path: Path) -> None:
     assert "not read: num_experts" in read_load(place(tmp_path, "c.json", counts), NONE).notes
 
 
-def test_planner_refuses_an_array_of_routing_ids() -> None:
+@pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "i8", "u8", "f4", "f8"])
+def test_planner_refuses_an_array_of_routing_ids(dtype: str) -> None:
     topology = Topology.uniform(1, 1, 2)
 
-    with pytest.raises(HistoryError, match=r"uint8 \[960, 3, 2\] .* routing ids"):
-        plan(IDS.astype(np.uint8), topology)
+    with pytest.raises(HistoryError, match=r"\[960, 3, 2\] .* routing ids .* LoadHistory\(array\)"):
+        plan(IDS.astype(dtype), topology)
+    assert plan(LoadHistory(IDS.astype(np.int64)), topology).target.num_experts == 2
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[[50, 10], [30, 70]]],  # too few rows for evidence
+        [[[n % 7 + 1, 9 - n % 7] for _ in range(3)] for n in range(64)],  # each layer's total alike
+        [[[3, 1, 2, 0]] * 4] * 30,  # experts beyond the numbers of a row: no top-k of a model
+        np.random.default_rng(0).integers(400, 600, (64, 4, 8)).tolist(),  # repeats by chance
+    ],
+    ids=["few", "equal totals", "small", "counts"],
+)
+def test_planner_takes_an_array_of_small_counts(counts: Any) -> None:
+    array = np.array(counts)
+
+    made = plan(array, Topology.uniform(1, 2, -(-array.shape[2] // 2)))
+
+    assert made.problem.history.tokens.tolist() == array.tolist()
+
+
+PROBABILITIES = np.random.default_rng(2).dirichlet(np.ones(8), (4, 60))
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (PROBABILITIES, "rows that sum to 1: probabilities of tokens"),
+        (np.eye(8, dtype=np.int64)[IDS[:60, :, 0].T % 8], "0 and 1 alone, as many in each row"),
+        (IDS[:60, 0], "far more rows than columns: tokens of one layer"),
+        (
+            np.random.default_rng(1).integers(1, 90, (6, 2, 8)).cumsum(axis=0),
+            "no count that falls: counters since a start",
+        ),
+    ],
+    ids=["probabilities", "one-hot", "ids of one layer", "counters"],
+)
+def test_planner_refuses_an_array_that_is_rather_something_else(
+    values: NDArray[Any], why: str
+) -> None:
+    with pytest.raises(HistoryError, match=why):
+        plan(values, Topology.uniform(1, 4, 2))
+
+
+def test_routing_ids_with_layers_first_need_their_number_of_layers(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).random((6, 30, 64)).argsort(axis=2)[:, :, :4]
+    path = place(tmp_path, "r.npy", npy(ids.astype(np.uint8)))
+
+    with pytest.raises(ConfigError, match="6 tokens of 30 layers: as if ids were"):
+        read_load(path, ReadOptions(window_tokens=2))
+    assert read_load(path, ReadOptions(window_tokens=2, num_layers=30)).history.num_layers == 30
 
 
 # -- long tables, numbers, headers
@@ -167,11 +275,14 @@ def test_folder_of_long_tables_is_summed_over_ranks(tmp_path: Path) -> None:
     ("text", "why"),
     [
         (LONG + "3,0,50\n", "layer 3, expert 0 stand in two rows"),
+        ("layer,expert\n3,0\n3,1\n", "without a count, expected layer, expert and count"),
+        ("layer;0;1\n3;5;1\n", "commas between cells"),
         (LONG.replace("count\n", "count,step\n", 1).replace("0\n", "0,1\n"), "at most rank"),
         ("layer,0,1,3\n3,1,2,3\n", "column '3' of the header, expected the experts 0..2"),
         ("layer,0,1,total\n3,1,2,3\n", "column 'total' of the header"),
         (",0,1\n0,5,1\n1,2,4\n", "column '' of the header"),
-        ("0,1,2\n5,1,2\n4,2,2\n", "row 1 is 0, 1, 2, ...: numbers of experts"),
+        ("0,1,2\n5,1,2\n4,2,2\n", "row 1 is 0, 1, ...: numbers of experts"),
+        ("3,4,5,6\n9,1,2,5\n4,2,8,3\n", "row 1 is 3, 4, ...: numbers of experts or of layers"),
         ("3,50,10\n4,30,30\n", "column 1 is 3, 4, ...: numbers of layers"),
         ("layer,0,1\n3,5\n", "row 2 has 2 cells, expected 3"),
         ("layer,0,1\n3,5,1.5\n", r"row 2, column 3 is '1\.5', expected a whole number"),
@@ -180,6 +291,31 @@ def test_folder_of_long_tables_is_summed_over_ranks(tmp_path: Path) -> None:
 def test_table_with_a_second_reading_is_refused(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(HistoryError, match=why):
         read_load(place(tmp_path, "t.csv", text), NONE)
+
+
+def test_long_table_from_expert_1_asks_and_its_missing_pairs_are_noted(tmp_path: Path) -> None:
+    path = place(tmp_path, "t.csv", "layer,expert,count\n3,1,5\n3,2,4\n4,1,9\n")
+
+    with pytest.raises(ConfigError, match=r"experts 1\.\.2, none is 0"):
+        read_load(path, NONE)
+    found = read_load(path, ReadOptions(num_experts=3))
+    assert found.history.tokens.tolist() == [[[0, 5, 4], [0, 9, 0]]]
+    assert "3 of 6 pairs of layer and expert are not in the table: taken as 0" in found.notes
+
+
+def test_files_with_the_same_counts_are_noted(tmp_path: Path) -> None:
+    for name in ("a1.csv", "a2.csv"):
+        place(tmp_path, name, "layer,0,1\n3,5,1\n")
+    notes = read_load(str(tmp_path), NONE).notes
+
+    assert "1 file of 2 have the same counts as another" in notes
+
+
+def test_ascend_map_with_devices_in_another_order_is_noted(tmp_path: Path) -> None:
+    text = ASCEND_JSON.replace(b'"device_id": 0', b'"device_id": 7')
+    found = read_placement(place(tmp_path, "m.json", text), NONE)
+
+    assert any("a device_id differs from it" in note for note in found.notes)
 
 
 def test_header_in_another_order_gives_the_same_counts(tmp_path: Path) -> None:
@@ -273,7 +409,7 @@ def test_experts_without_a_token_in_any_layer_are_counted(tmp_path: Path) -> Non
     counts[:, :4] = TOKENS
     told = read_load(place(tmp_path, "c.npy", npy(counts)), NONE).notes
 
-    assert "12 experts of 16 have no token in any layer" in told
+    assert "12 experts of 16 have no token in any layer: 4..15" in told
 
 
 # -- layers
@@ -411,9 +547,9 @@ def test_dumps_of_two_stages_are_joined_by_their_layers(tmp_path: Path) -> None:
     assert found.history.tokens.tolist() == [
         [*(n * TOKENS).tolist(), *(n * TOKENS[::-1]).tolist()] for n in (1, 2)
     ]
-    for said in ("2 stages are joined", "1 windows of 5 are not in all files: not used"):
+    for said in ("2 stages are joined", "1 of 3 windows are not in all files: not used"):
         assert any(said in note for note in found.notes)
-    with pytest.raises(HistoryError, match="1 windows of 5"):
+    with pytest.raises(HistoryError, match="1 of 3 windows"):
         read_load(str(tmp_path), ReadOptions(strict=True))
 
 
@@ -438,6 +574,7 @@ def test_trtllm_stages_are_joined_and_iterations_that_ranks_lack_not_used(tmp_pa
     assert found.history.tokens.tolist() == [[[3, 2], [3, 1]], [[3, 4], [3, 2]]]
     assert found.layers.ids == (3, 4)
     assert "1 of 3 iterations are not in all files: not used" in found.notes
+    assert "files of ranks 0..2 are summed: whether one more is missing is not told" in found.notes
     with pytest.raises(HistoryError, match="1 of 3 iterations"):
         read_load(str(tmp_path), ReadOptions(strict=True))
 

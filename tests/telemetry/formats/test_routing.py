@@ -67,7 +67,7 @@ def test_trace_without_lengths_has_no_batches(tmp_path: Path) -> None:
     with pytest.raises(HistoryError, match="request_len"):
         read_requests(written(tmp_path))
     wrong = written(tmp_path, np.zeros((1, 6, 1), np.int64), request_len=np.array([3, 4]))
-    with pytest.raises(HistoryError, match="sums to 7"):
+    with pytest.raises(HistoryError, match="sums to 7 tokens"):
         read_requests(wrong)
 
 
