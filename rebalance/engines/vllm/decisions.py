@@ -16,7 +16,7 @@ Shapes:  L MoE layers, E experts, S slots (physical experts), k lists of a layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +48,7 @@ def planned(
     held: IntArray,
     system: System,
     settings: PluginSettings,
+    standing: MapDecision | None,
     *,
     is_first: bool,
 ) -> eplb.Plan:
@@ -58,15 +59,20 @@ def planned(
         held: [L, P] the map that serves.
         system: ranks and model.
         settings: limits of the plan.
+        standing: the decision that made this map, with the shares by which it is dispatched; None:
+            vLLM's own even lists.
         is_first: the map is not from a plan, so any number of experts may move.
 
     Raises:
         EplbError: no plan can be made.
     """
     engine = settings.engine
+    current = eplb.Placement(held.astype(np.int32), load.shape[1], 1)
+    if standing is not None:
+        current = replace(current, slot_share=standing.shares())
     return common.planned(
         load,
-        eplb.Placement(held.astype(np.int32), load.shape[1], 1),
+        current,
         system,
         eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
         max_moved=None if is_first else engine.max_moved,

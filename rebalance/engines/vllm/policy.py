@@ -171,7 +171,8 @@ def _planned(
     try:
         standing = None if served is None else served.decision_of(held)
         is_first = standing is None or not standing.is_planned
-        plan = planned(load, held, process.system, process.settings, is_first=is_first)
+        system, settings = process.system, process.settings
+        plan = planned(load, held, system, settings, standing, is_first=is_first)
         if plan.decision is not eplb.Decision.KEEP:
             target = plan.target.slot_to_expert.astype(np.int64)
             repeats = np.zeros_like(held)

@@ -202,7 +202,7 @@ class PluginProcess:
         load = np.random.default_rng(SEED).integers(1, 1000, (len(held), num_experts))
         try:
             for is_first in (True, False):
-                planned(load, held, self.system, self.settings, is_first=is_first)
+                planned(load, held, self.system, self.settings, None, is_first=is_first)
         except Exception as exc:  # each plan that vLLM asks for will say so, and count
             log.warning("a first plan cannot be made: %s: %s", type(exc).__name__, exc)
 

@@ -98,6 +98,27 @@ def test_first_plan_moves_any_number_also_after_the_switches_kept_the_map(policy
     assert (moved != first).sum() > PluginSettings().engine.max_moved * moved.numel()
 
 
+def test_plan_for_the_load_that_made_the_map_keeps_it_and_says_its_imbalance(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    process = made_process()
+    policy, state = policy_of(process), SimpleNamespace(num_logical_experts=EXPERTS)
+    served = ServedMap(SimpleNamespace(model=state), first_map().numpy(), first_map().numpy() * 0)
+    process._served.append(served)
+    with caplog.at_level("INFO"):
+        wanted = policy.rebalance_experts(load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
+        served.held[:] = wanted  # as its commits leave it
+        again = policy.rebalance_experts(load_of(SEED), SLOTS, 1, 1, RANKS, wanted)
+
+    by_slot = load_of(SEED).numpy()[np.arange(LAYERS)[:, None], wanted] * served.latest.shares()
+    by_rank = by_slot.reshape(LAYERS, RANKS, -1).sum(axis=2)
+    served_imbalance = by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum()
+    assert torch.equal(again, wanted)
+    second = [line for line in caplog.messages if "decision=" in line][1]
+    assert "decision=KEEP" in second
+    assert f"imbalance {served_imbalance:.3f} -> " in second
+
+
 def fails(*_: object, **__: object) -> Any:
     raise ModuleNotFoundError("No module named 'scipy'")
 
