@@ -17,7 +17,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from api.http.problems import ProblemType
 from api.http.server import HttpService
