@@ -110,7 +110,7 @@ def least_role(route: APIRoute) -> Role:
 # -- the audit
 
 
-class Noted:
+class ChangeAudit:
     """The audit of one change: what is asked, then the outcome.
 
     Args:
@@ -150,7 +150,7 @@ class Noted:
                 raise Refused(ProblemType.AUDIT_UNAVAILABLE, why) from exc
             self._waiting.append(self._entry)
 
-    def state(self, detail: str) -> None:
+    def describe(self, detail: str) -> None:
         """State what is done, in place of what was asked."""
         self._entry = replace(self._entry, detail=detail)
 
@@ -167,17 +167,17 @@ class Noted:
                 self._lines.catch_up()
 
 
-def audited(request: Request) -> Noted:
+def audited(request: Request) -> ChangeAudit:
     """Write a change to the audit before it is done; what cannot be written is refused."""
     return _begun(request, must_be_written=True)
 
 
-def audited_if_possible(request: Request) -> Noted:
+def audited_if_possible(request: Request) -> ChangeAudit:
     """Write a change to the audit before it is done; what cannot be written follows later."""
     return _begun(request, must_be_written=False)
 
 
-def _begun(request: Request, *, must_be_written: bool) -> Noted:
+def _begun(request: Request, *, must_be_written: bool) -> ChangeAudit:
     state, asked = request.state, dict(request.state.asked)
     service, audit = state.service, request.app.state.audit
     entry = AuditEntry(
@@ -193,18 +193,19 @@ def _begun(request: Request, *, must_be_written: bool) -> Noted:
         detail=words(asked),
     )
     lines = None if audit is None else AuditLines(audit, service.store)
-    state.noted = Noted(service, lines, entry, request.app.state.clock)
-    state.noted.begin(must_be_written=must_be_written)
-    return state.noted  # type: ignore[no-any-return]
+    begun = ChangeAudit(service, lines, entry, request.app.state.clock)
+    begun.begin(must_be_written=must_be_written)
+    state.change_audit = begun
+    return begun
 
 
-async def noted_of(request: Request) -> Noted:
+async def audit_of(request: Request) -> ChangeAudit:
     """The audit of the request, which a dependency of its router has begun."""
-    noted: Noted = request.state.noted
-    return noted
+    begun: ChangeAudit = request.state.change_audit
+    return begun
 
 
-Audited = Annotated[Noted, Depends(noted_of)]
+Audited = Annotated[ChangeAudit, Depends(audit_of)]
 
 
 # -- revisions: a change is refused where another one came first (RFC 9110, 13.1)
@@ -269,9 +270,9 @@ def tag_with(response: Response, number: int) -> None:
 class LiveChange:
     """Changes live settings for one request, whose answer has the new revision as its tag."""
 
-    def __init__(self, service: Service, asker: Asker, noted: Audited, response: Response) -> None:
+    def __init__(self, service: Service, asker: Asker, audit: Audited, response: Response) -> None:
         self.service, self.store, self._asker = service, service.store, asker
-        self._noted, self._response = noted, response
+        self._audit, self._response = audit, response
 
     def make(
         self,
@@ -290,7 +291,7 @@ class LiveChange:
         state = self.store.change_live(
             changes, expected=expected, by=self._asker.name, reason=reason, lasts_s=lasts_s
         )
-        self._noted.state(changed(changes, before, state.effective))
+        self._audit.describe(changed(changes, before, state.effective))
         tag_with(self._response, state.revision)
         return state
 
@@ -375,11 +376,11 @@ class Change(APIRoute):
                 answer = await answered(handle, request)
                 status = answer.status_code
             finally:
-                noted: Noted | None = getattr(request.state, "noted", None)
-                if noted is not None:
-                    await run_in_threadpool(noted.end, status)
-            if noted is not None and noted.request_id is not None:
-                answer.headers["X-Request-Id"] = noted.request_id
+                audit: ChangeAudit | None = getattr(request.state, "change_audit", None)
+                if audit is not None:
+                    await run_in_threadpool(audit.end, status)
+            if audit is not None and audit.request_id is not None:
+                answer.headers["X-Request-Id"] = audit.request_id
             return answer
 
         async def once(request: Request) -> Response:

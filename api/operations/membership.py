@@ -236,7 +236,7 @@ def _membership(store: StateStore, response: Response) -> Membership:
 def change_membership(
     service: Service,
     asker: Asker,
-    noted: Audited,
+    audit: Audited,
     response: Response,
     expected: Epoch,
     body: MembershipRequest,
@@ -284,7 +284,7 @@ def change_membership(
     loss = _loss(service, model, topology, serving, retires, joins)
     tag_with(response, store.epoch())
     done = "a dry run" if operation is None else f"operation {operation.id}"
-    noted.state(f"{done}, so that {named_ranks(wanted)} serve")
+    audit.describe(f"{done}, so that {named_ranks(wanted)} serve")
     return MembershipPlan(body.dry_run, refusal, wanted, joins, retires, loss, operation)
 
 

@@ -33,8 +33,8 @@ from api.http.arguments import (
 from api.http.dependencies import (
     Asker,
     Audited,
+    ChangeAudit,
     Generation,
-    Noted,
     Service,
     audited,
     changing,
@@ -85,11 +85,13 @@ NOT_YET: dict[int | str, dict[str, Any]] = {
 MOVED_ON = ProblemType.GENERATION_MOVED_ON
 
 
-def _answered(noted: Noted, response: Response, task: TaskAnswer) -> TaskAnswer:
+def _answered(audit: ChangeAudit, response: Response, task: TaskAnswer) -> TaskAnswer:
     """Give the task, with status 202 until it is done."""
     shown = ("decision", "num_moves", "plan_id", "dry_run", "error")
     facts = {name: task.result.get(name) for name in shown}
-    noted.state(f"task {task.id} {task.state}: {words({**task.request, **facts, 'reason': None})}")
+    audit.describe(
+        f"task {task.id} {task.state}: {words({**task.request, **facts, 'reason': None})}"
+    )
     if task.state in ("queued", "running"):
         response.status_code = 202
         response.headers["Location"] = f"{V1}/tasks/{task.id}"
@@ -257,7 +259,7 @@ class RollbackRequest(ReasonRequest):
 @acts.post("/rebalances", responses=NOT_YET | refused_with(*OF_MOVES, *OF_TASKS, MOVED_ON))
 def rebalance(
     service: Service,
-    noted: Audited,
+    audit: Audited,
     response: Response,
     expected: Generation,
     body: RebalanceRequest,
@@ -268,13 +270,13 @@ def rebalance(
     _check_policy(body.policy)
     service.check_may_move(body.dry_run)
     asked = body.model_dump(exclude_none=True)
-    return _answered(noted, response, service.ask("rebalance", asked, expected))
+    return _answered(audit, response, service.ask("rebalance", asked, expected))
 
 
 @acts.post("/rollbacks", responses=NOT_YET | refused_with(*OF_MOVES, *OF_TASKS, MOVED_ON))
 def rollback(
     service: Service,
-    noted: Audited,
+    audit: Audited,
     response: Response,
     expected: Generation,
     body: RollbackRequest,
@@ -284,7 +286,7 @@ def rollback(
     """
     service.check_may_move(body.dry_run)
     asked = body.model_dump(exclude_none=True)
-    return _answered(noted, response, service.ask("rollback", asked, expected))
+    return _answered(audit, response, service.ask("rollback", asked, expected))
 
 
 def show_task(found: dict[str, Any]) -> None:
@@ -409,7 +411,7 @@ def propose(
 def approve(
     service: Service,
     asker: Asker,
-    noted: Audited,
+    audit: Audited,
     response: Response,
     proposal_id: Id,
     expected: Generation,
@@ -425,7 +427,7 @@ def approve(
         raise _ended(service.store, found, exc) from exc
     service.check_may_move(is_dry_run=False)
     asked = body.model_dump(exclude_none=True) | {"proposal": found.id, "by": asker.name}
-    return _answered(noted, response, service.ask("approve", asked, expected))
+    return _answered(audit, response, service.ask("approve", asked, expected))
 
 
 @acts.post("/proposals/{proposal_id}/reject", responses=refused_with(*OF_PROPOSALS))
@@ -516,14 +518,14 @@ class ExplainRequest(Body):
 
 @asks.post("/explanations", responses=NOT_YET | refused_with(ProblemType.NO_SUCH_EXPERT, *OF_TASKS))
 def explanation(
-    service: Service, noted: Audited, response: Response, body: ExplainRequest
+    service: Service, audit: Audited, response: Response, body: ExplainRequest
 ) -> TaskAnswer:
     """Why is this expert there? Plans now and explains one expert; moves nothing. The text is in
     `sentences`.
     """
     _check_policy(body.policy)
     asked = body.model_dump(exclude_none=True)
-    return _answered(noted, response, service.ask("explain", asked))
+    return _answered(audit, response, service.ask("explain", asked))
 
 
 def show_explained(found: dict[str, Any]) -> None:

@@ -18,9 +18,9 @@ from pydantic import ConfigDict, Field
 from api.http.arguments import MOST_LASTS_S, Reason, ReasonRequest, left_out
 from api.http.dependencies import (
     Audited,
+    ChangeAudit,
     Live,
     LiveChange,
-    Noted,
     Revision,
     audited,
     audited_if_possible,
@@ -116,32 +116,32 @@ CHANGED = refused_with(ProblemType.SETTINGS_CHANGED)
 
 
 @stops.post("/pause", responses=CHANGED)
-def pause(live: Live, noted: Audited, revision: Revision, body: PauseRequest) -> ControlAnswer:
+def pause(live: Live, audit: Audited, revision: Revision, body: PauseRequest) -> ControlAnswer:
     """Stop all movement at once. The kill switch: no weight moves until it is resumed, or for
     `expires_s`.
     """
-    return _switch(live, noted, revision, body, {"movement": False}, body.expires_s)
+    return _switch(live, audit, revision, body, {"movement": False}, body.expires_s)
 
 
 @acts.post("/resume", responses=CHANGED)
-def resume(live: Live, noted: Audited, revision: Revision, body: SwitchRequest) -> ControlAnswer:
+def resume(live: Live, audit: Audited, revision: Revision, body: SwitchRequest) -> ControlAnswer:
     """End a pause. Weights move again."""
-    return _switch(live, noted, revision, body, {"movement": True})
+    return _switch(live, audit, revision, body, {"movement": True})
 
 
 @acts.patch("/control", responses=CHANGED)
-def control(live: Live, noted: Audited, revision: Revision, body: ControlRequest) -> ControlAnswer:
+def control(live: Live, audit: Audited, revision: Revision, body: ControlRequest) -> ControlAnswer:
     """Change switches. Switches that are not named stay as they are."""
     changes = body.model_dump(include={"movement", "observe"}, exclude_unset=True)
     if not changes:
         why = "the body names no switch, expected movement or observe"
         raise Refused(ProblemType.INVALID_REQUEST, why)
-    return _switch(live, noted, revision, body, changes)
+    return _switch(live, audit, revision, body, changes)
 
 
 def _switch(
     live: LiveChange,
-    noted: Noted,
+    audit: ChangeAudit,
     revision: int | None,
     body: SwitchRequest,
     changes: dict[str, Any],
@@ -153,7 +153,7 @@ def _switch(
     state = live.make(changes, expected=revision, reason=body.reason, lasts_s=lasts_s)
     reported = None
     if body.wait_s:
-        noted.end(200)  # before the wait
+        audit.end(200)  # before the wait
         reported = 0 if info is None else _num_reported(live, info, known, body.wait_s)
     return ControlAnswer(
         deployment=store.deployment,

@@ -44,7 +44,7 @@ def test_argument_has_a_meaning_and_a_number_has_an_upper_bound(
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_parameter_of_a_route_that_is_no_header_is_an_argument_with_a_meaning(
+def test_every_parameter_of_a_route_is_an_argument_with_a_meaning(
     route: APIRoute,
 ) -> None:
     dependant = route.dependant
