@@ -17,9 +17,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from api.app import create_app
 from api.cli.main import app
 from api.config.tree import load, profile_names
-from api.http.app import create_app
 from rebalance.engines.common.start import GAUGE
 from rebalance.engines.vllm.replay import STRATEGY
 from telemetry import open_store

@@ -98,7 +98,9 @@ OPENS = {
     ("telemetry.state.sqlite_backup", "api/cli/store_commands.py"),
 }
 OURS = frozenset(folder for folder in RULES if "/" not in folder)
-IN_ONE_FILE = ("redis", "fastapi", "deep_ep", "ray")
+IN_ONE_FILE = ("redis", "deep_ep", "ray")
+# Each imports those before it alone: who may, then requests, then routes with their commands.
+LAYERS = ("api/access", "api/http", "api/operations", "api/cli")
 WITHOUT_TORCH = (
     "eplb",
     "telemetry",
@@ -269,6 +271,30 @@ def test_heavy_library_is_imported_in_one_file_at_most(package: str) -> None:
     }
 
     assert len(importers) <= 1, f"{package} is imported in {sorted(importers)}"
+
+
+def test_fastapi_is_imported_by_the_service_and_its_routes_alone() -> None:
+    importers = {
+        str(source.parent.relative_to(ROOT))
+        for folder in OURS
+        for source in sources(folder)
+        if any(one.package == "fastapi" for one in imports(source))
+    }
+
+    assert importers == {"api", "api/http", "api/operations"}
+
+
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+def test_layer_of_the_admin_api_imports_no_later_one(number: int) -> None:
+    later = tuple(f"{layer.replace('/', '.')}." for layer in LAYERS[number + 1 :])
+    upwards = [
+        (str(source.relative_to(ROOT)), one.name)
+        for source in sources(LAYERS[number])
+        for one in imports(source)
+        if f"{one.name}.".startswith(later)
+    ]
+
+    assert upwards == []
 
 
 def test_heavy_libraries_are_loaded_late() -> None:

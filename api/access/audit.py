@@ -24,13 +24,13 @@ import pwd
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fcntl import LOCK_EX, LOCK_SH, flock
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from api.access.keys import Role
 from eplb.declared import Meaning
@@ -256,6 +256,14 @@ class AuditLines:
     def __init__(self, audit: Audit, store: StateStore) -> None:
         self._audit, self._store = audit, store
 
+    def append(self, entry: AuditEntry) -> None:
+        """Add a line to the file.
+
+        Raises:
+            AuditError: the file cannot be written.
+        """
+        self._audit.append(entry)
+
     def keep(self, entry: AuditEntry) -> bool:
         """Add a line to the file, or else to the store; False: neither took it."""
         try:
@@ -281,6 +289,18 @@ class AuditLines:
             except AuditError:
                 return
             self._store.forget_audit_lines(number)
+
+
+def words(values: Mapping[str, Any]) -> str:
+    """Give values with their names, without those that are not known, as the detail of a line."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return ", ".join(f"{name} {json.dumps(value)}" for name, value in known.items())
+
+
+def changed(names: Iterable[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Give values that a change has set, before and after it, as the detail of a line."""
+    pairs = ((name, before.get(name), after.get(name)) for name in names)
+    return ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, old, new in pairs)
 
 
 def local_actor() -> str:

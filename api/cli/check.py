@@ -16,17 +16,21 @@ import typer
 
 from api.cli.config import Configured
 from api.cli.deploy import Host, deployment_of, say
-from api.cli.late import BAD_INPUT
-from api.cli.options import AsJson, ReportOptions, Seed, print_report, with_options
-from api.cli.store_place import (
+from api.cli.options import (
+    BAD_INPUT,
+    AsJson,
     ConfiguredDeployment,
     ConfiguredStore,
-    configured_store,
-    deployments_with_runs,
-    open_existing,
+    ReportOptions,
+    Seed,
+    print_report,
+    with_options,
 )
+from api.cli.store_place import configured_store, deployments_with_runs, open_existing
 from api.config.tree import profile_names
 from api.deploy.deployment import Deployment, host_here, resolve
+from api.deploy.first_placement import check_belongs
+from api.deploy.model import ACCEPT, accept_checkpoint
 from api.terminal.printable import printable
 from api.terminal.progress import progress
 from eplb.errors import EplbError
@@ -89,8 +93,6 @@ def check(
         return
     # Imported here: it needs the extra "api".
     from api.deploy.check import check_all, check_profiles, costs_of
-    from api.deploy.first_placement import check_belongs
-    from api.deploy.model import ACCEPT, accept_checkpoint
 
     deployment = deployment_of(configured, "check")
     if accept:

@@ -10,19 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from api.access.audit import local_actor, noting
-from api.cli.options import with_options
-from api.cli.store_place import (
-    ConfiguredDeployment,
-    ConfiguredStore,
-    audit_folder,
-    configured_store,
-    open_existing,
-)
+from api.access.audit import changed, local_actor, noting
+from api.cli.options import ConfiguredDeployment, ConfiguredStore, with_options
+from api.cli.store_place import audit_folder, configured_store, open_existing
 from api.config.live import live_page, parsed_changes
 from api.config.reference import effective, reference_page
 from api.config.tree import Settings, load
-from api.operations.printing import changed
 from eplb.errors import ConfigError
 
 

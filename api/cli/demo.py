@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.config import named_settings
-from api.cli.late import BAD_INPUT
-from api.cli.options import ReportOptions, with_options
+from api.cli.options import BAD_INPUT, ReportOptions, with_options
 from api.config.tree import Settings, load
 from api.demo.options import (
     CUDA_DEFAULTS,

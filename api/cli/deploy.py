@@ -12,11 +12,13 @@ import typer
 from api.cli.config import Configured
 from api.cli.options import with_options
 from api.deploy.deployment import Deployment, host_here, resolve
+from api.deploy.roles import CompileReports, run_controller, run_host_cache
 from api.processes.commands import own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
 from eplb.errors import ConfigError
 from eplb.packages import check_packages
 from eplb.precompile import compile_planner
+from simulations.peers import compile_peers
 
 Host = Annotated[
     int | None, typer.Option(min=0, max=255, help="Number of this host; else by its address.")
@@ -65,10 +67,7 @@ def compile_kernels() -> None:
     NUMBA_CACHE_DIR. Without them the first plans are interpreted, 58 layers of 256 experts in a few
     seconds, while the controller compiles what it needs.
     """
-    # Imported here: peers are the simulator's, and --help needs no compiler.
-    from api.deploy.roles import CompileReports
-    from eplb.core.compiler import compiler_passes
-    from simulations.peers import compile_peers
+    from eplb.core.compiler import compiler_passes  # loads numba
 
     check_packages()
     reports = CompileReports(lambda line: say(f"eplb compile: {line}"))
@@ -127,16 +126,12 @@ def launch(
 @with_options
 def controller(configured: Configured) -> None:
     """Plan for a deployment until a signal. Any number may run; one leads."""
-    from api.deploy.roles import run_controller
-
     run_controller(deployment_of(configured, "controller"), say)
 
 
 @with_options
 def host_cache(configured: Configured, host: Host = None) -> None:
     """Keep expert records in the memory of this host for its ranks, until a signal."""
-    from api.deploy.roles import run_host_cache
-
     deployment = deployment_of(configured, "host cache", takes_engine=True)
     run_host_cache(deployment, host_here(deployment, host), say)
 
@@ -147,7 +142,7 @@ def serve(configured: Configured) -> None:
 
     For an engine, whose file has no model, it runs no controller: the engine's plug-in leads.
     """
-    from api.deploy.serve import serve as serve_until_signal
+    from api.deploy.serve import serve as serve_until_signal  # it needs the extra "api"
 
     given = configured
     same = [word for one in given.setting or [] for word in ("--setting", one)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -17,9 +17,7 @@ from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
 from api.terminal.printable import plain_table, print_plain, printable
 from eplb.errors import ConfigError, counted
-
-if TYPE_CHECKING:
-    from rebalance.protocol.journal import Entry
+from rebalance.protocol.journal import JOURNAL_FOLDER, Entry, read_journals
 
 HASH_FROM = 10**12  # numbers above are hashes
 VOTES = ("vote cast", "verdict")
@@ -49,9 +47,6 @@ def journal(
     json_output: AsJson = False,
 ) -> None:
     """Show the journal entries of all ranks by time: plans, votes, swaps, deaths, recoveries."""
-    # Imported here: torch takes seconds, and --help needs none of it.
-    from rebalance.protocol.journal import JOURNAL_FOLDER, read_journals
-
     folder = (state_dir or configured.settings().deployment.state_dir) / JOURNAL_FOLDER
     if not folder.is_dir():
         raise ConfigError(f"there is no journal in {folder}, expected one file for each rank")

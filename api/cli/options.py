@@ -18,9 +18,11 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from api.operations.printing import numbers as numbers  # for options with lists of numbers
+from api.terminal.printable import printable
+from api.terminal.printing import numbers as numbers  # for options with lists of numbers
 from eplb.errors import ConfigError
 
+BAD_INPUT = 2  # exit status
 MOST_RANKS = 65_536
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.")]
@@ -41,6 +43,38 @@ Steps = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+ConfiguredStore = Annotated[
+    str | None, typer.Option(help="The store: a file or URL; else that of the configuration.")
+]
+ConfiguredDeployment = Annotated[
+    str | None,
+    typer.Option(help="Name of the deployment; else that of the service or configuration."),
+]
+
+
+Service = Annotated[
+    str | None,
+    typer.Option(
+        envvar="EPLB_SERVICE",
+        help="URL of a service, its key in EPLB_KEY; else, or with --store: a store.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """Which API a command asks: of a service by its URL, or in this process on a store."""
+
+    service: Service = None
+    store: ConfiguredStore = None
+    deployment: ConfiguredDeployment = None
+
+    @property
+    def url(self) -> str | None:
+        """URL of the service; None: a store is used, which was named or is configured."""
+        return self.service if self.store is None else None
 
 
 @dataclass(frozen=True)
@@ -82,8 +116,6 @@ class ReportOptions:
 
 def print_report(report: Any, lines: Iterable[str], is_json: bool) -> None:
     """Print a report as JSON, or as its lines."""
-    from api.terminal.printable import printable
-
     for line in [json.dumps(report, indent=1)] if is_json else map(printable, lines):
         typer.echo(line)
 

@@ -12,27 +12,33 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter
 
 from api.access.audit import Audit
+from api.cli.admin.client import asking
 from api.cli.config import Configured
-from api.cli.options import AsJson, with_options
-from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
+from api.cli.options import ApiOptions, AsJson, with_options
+from api.cli.store_place import audit_folder, configured_store, open_existing
+from api.config.tree import Settings
+from api.deploy.deployment import secret_of
+from api.deploy.first_placement import check_secret, last_start
+from api.http.service import AdminService
 from api.interrupts import StopSignals
-from api.operations.printing import at
+from api.monitor.anomalies import Anomaly
+from api.monitor.state import State
+from api.operations import watching
+from api.operations.table import answer_in_process, read_answer
+from api.terminal.live import LiveView
+from api.terminal.picture import Look, render
 from api.terminal.printable import printable, unbreakable_console
+from api.terminal.printing import at
 from api.terminal.progress import progress
 from eplb.errors import ConfigError, counted
-from telemetry.state.store import without_password
-
-if TYPE_CHECKING:
-    from api.config.tree import Settings
-    from api.monitor.anomalies import Anomaly
-    from api.monitor.state import State
-    from api.terminal.picture import Look
-    from telemetry.state.store import StateStore
+from eplb.migration.serialisation import topology_from_dict
+from telemetry.state.store import StateStore, without_password
 
 NOT_OK = 1
 LOOK_S = 0.25
@@ -55,10 +61,6 @@ def status(
     Of a deployment with several EP groups each is shown, by its name.
     Exit status 0: nothing is wrong; 1: something is; 2: the deployment cannot be read.
     """
-    from pydantic import TypeAdapter
-
-    from api.monitor.state import State
-    from api.operations import watching
 
     def of(place: ApiOptions) -> tuple[State, str, str]:
         with _asked(place, configured, latest=LATEST) as (ask, where):
@@ -92,9 +94,6 @@ def top(
 
     It ends with Ctrl-C. Without a terminal it prints a line for each window and event.
     """
-    from api.terminal.live import LiveView
-    from api.terminal.picture import render
-
     console, stop = unbreakable_console(sys.stdout), StopSignals()
     with _asked(place, configured, watches=not once) as (ask, _):
         if once:
@@ -105,7 +104,7 @@ def top(
                 Event().wait(LOOK_S)
 
 
-Ask = Callable[..., Any]  # takes an operation and its arguments by name; gives the answer
+Ask = Callable[..., Any]  # takes the function of a route and its arguments; gives the answer
 
 
 @contextmanager
@@ -122,9 +121,6 @@ def _asked(
         watches: whether a store is read in the background meanwhile.
         latest: so many samples of each rank are read of a store, the latest; None: all.
     """
-    # Imported here: all of it needs the extra "api", and httpx takes 0.1 s.
-    from api.http.routes import answer_in_process, read_answer
-
     if place.url is not None:
         shown = without_password(place.url)
         if configured.is_named:
@@ -133,13 +129,9 @@ def _asked(
                 "of them: leave out --service and EPLB_SERVICE, or --config, --setting and "
                 "--profile"
             )
-        from api.cli.admin.client import asking
-
         with asking(place) as send:
             yield lambda one, **query: read_answer(one, send(one, **query).content), f"at {shown}"
         return
-    from api.http.service import AdminService
-
     settings = configured.settings()
     url, deployment = configured_store(place.store, place.deployment, settings)
     with progress(f"waiting for {without_password(url)}"):
@@ -153,7 +145,7 @@ def _asked(
             service.reader.start()
         try:
             yield (
-                lambda one, **query: read_answer(one, answer_in_process(service, one, **query)),
+                partial(answer_in_process, service),
                 f"in {without_password(url)}",
             )
         finally:
@@ -161,9 +153,6 @@ def _asked(
 
 
 def _look(ask: Ask) -> Look:
-    from api.operations import watching
-    from api.terminal.picture import Look
-
     imbalance = ask(watching.imbalance, last=WINDOWS)
     return Look(
         state=ask(watching.state),
@@ -184,10 +173,6 @@ def check_configured(store: StateStore, settings: Settings, environ: Mapping[str
         ConfigError: another secret, or another number of ranks.
         StoreError: the store cannot be read.
     """
-    from api.deploy.deployment import secret_of
-    from api.deploy.first_placement import check_secret, last_start
-    from eplb.migration.serialisation import topology_from_dict
-
     if last_start(store) is None:
         return
     check_secret(store, secret_of(settings, environ, makes=False))

@@ -11,16 +11,11 @@ from typing import Annotated
 
 import typer
 
-from api.cli.options import AsJson
-from api.cli.store_place import (
-    ConfiguredDeployment,
-    ConfiguredStore,
-    configured_store,
-    file_at,
-    open_existing,
-)
+from api.cli.options import AsJson, ConfiguredDeployment, ConfiguredStore
+from api.cli.store_place import configured_store, file_at, open_existing
 from api.config.tree import load, profile_names
-from api.operations.printing import TIME_OR_AGE, listing, time_of
+from api.monitor.monitor import Monitor
+from api.terminal.printing import TIME_OR_AGE, listing, time_of
 from eplb.errors import counted
 from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import deployments_of
@@ -37,9 +32,6 @@ def list_deployments(
     json_output: AsJson = False,
 ) -> None:
     """List the deployments of a store, and how each stands; profiles are deployments."""
-    # Imported here: it needs the extra "api".
-    from api.monitor.monitor import Monitor
-
     url = store or _configured_url()
     found = []
     for name in deployments_of(url):

@@ -7,48 +7,13 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from api.config.tree import Settings, load
 from eplb.errors import ConfigError, StoreError
 from eplb.settings.loader import PROFILE_VARIABLE
 from telemetry import file_of, open_store
 from telemetry.state.store import StateStore, without_password
-
-ConfiguredStore = Annotated[
-    str | None, typer.Option(help="The store: a file or URL; else that of the configuration.")
-]
-ConfiguredDeployment = Annotated[
-    str | None,
-    typer.Option(help="Name of the deployment; else that of the service or configuration."),
-]
-
-
-Service = Annotated[
-    str | None,
-    typer.Option(
-        envvar="EPLB_SERVICE",
-        help="URL of a service, its key in EPLB_KEY; else, or with --store: a store.",
-    ),
-]
-
-
-@dataclass(frozen=True)
-class ApiOptions:
-    """Which API a command asks: of a service by its URL, or in this process on a store."""
-
-    service: Service = None
-    store: ConfiguredStore = None
-    deployment: ConfiguredDeployment = None
-
-    @property
-    def url(self) -> str | None:
-        """URL of the service; None: a store is used, which was named or is configured."""
-        return self.service if self.store is None else None
 
 
 def configured_store(

@@ -29,13 +29,19 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
-from api.cli.store_place import ConfiguredDeployment, ConfiguredStore, open_existing
+from api.cli.options import ConfiguredDeployment, ConfiguredStore
+from api.cli.store_place import open_existing
 from api.config.tree import load
 from api.demo.state_dir import SETTINGS_FILE
-from api.operations.declaration import Operation
+from api.http.placement_answers import line_of
+from api.http.service import AdminService
+from api.operations import watching
+from api.operations.placements import placement_answer
+from api.operations.table import answer_in_process
 from eplb import __version__
 from eplb.errors import ConfigError, EplbError, counted
 from eplb.settings.deployment import DeploymentSettings
+from rebalance.protocol.journal import JOURNAL_FOLDER
 from telemetry.state.store import StateStore
 
 MB = 1_000_000
@@ -143,9 +149,6 @@ def collect(settings: DeploymentSettings, max_bytes: int) -> Bundle:
     Raises:
         ConfigError: there is no such folder.
     """
-    # Imported here: torch takes seconds, and --help needs none of it.
-    from rebalance.protocol.journal import JOURNAL_FOLDER
-
     state_dir = settings.state_dir
     if not state_dir.is_dir():
         raise ConfigError(
@@ -170,24 +173,14 @@ def collect(settings: DeploymentSettings, max_bytes: int) -> Bundle:
 
 
 def _add_state(bundle: Bundle, store: StateStore) -> None:
-    # Imported here: it needs the extra "api".
-    from api.http.placement_answers import line_of
-    from api.http.routes import answer_in_process
-    from api.http.service import AdminService
-    from api.operations import watching
-    from api.operations.placements import placement_answer
-
     service = AdminService(store)
 
-    def asked(operation: Operation) -> Any:
-        return json.loads(answer_in_process(service, operation))
-
     answers: Mapping[str, Callable[[], Any]] = {
-        "overview": lambda: asked(watching.state),
-        "heat": lambda: asked(watching.heat),
+        "overview": lambda: answer_in_process(service, watching.state),
+        "heat": lambda: answer_in_process(service, watching.heat),
         "placement": lambda: placement_answer(store, None),
         "placements": lambda: list(map(line_of, store.placements(LAST_PLACEMENTS))),
-        "plan": lambda: asked(watching.plan),
+        "plan": lambda: answer_in_process(service, watching.plan),
         "settings": lambda: asdict(store.live()),
         "lease": lambda: None if (lease := store.lease()) is None else asdict(lease),
     }

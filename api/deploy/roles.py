@@ -25,6 +25,7 @@ from eplb.versions import CONTROLLER, HOST_CACHE, Announcement
 from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller
+from rebalance.weights.cache.address import place_of_records
 from telemetry.state.events import COMPILE
 from telemetry.state.joining import Heartbeat, check_alone, check_versions
 from telemetry.state.store import StateStore
@@ -138,7 +139,6 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
     """
     # Imported here: it loads torch.
     from rebalance.assembly.host_cache import build_engine_records, build_host_cache
-    from rebalance.weights.cache.address import place_of_records
 
     stop, notifier, given = StopSignals(), Notifier(), deployment.settings
     set_title(f"host cache {host}")

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from functools import partial
 from socket import socket
 
+from api.app import create_app, create_metrics_app
 from api.config.deployment import EVERY, HttpSettings
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs, ensure_first_placement
-from api.http.app import create_app, create_metrics_app
 from api.http.deployments import Deployments, Others
 from api.http.server import HttpService, bound_socket, check_certificate
 from api.interrupts import StopSignals

@@ -3,7 +3,7 @@
     /api/v1/state                          of the service's own deployment
     /deployments/NAME/api/v1/state         the same route, of deployment NAME
 
-    Prefix -> Authentication -> Guard -> DeploymentLookup -> Changes -> route
+    Prefix -> Authentication -> Guard -> DeploymentLookup -> route
 
 ``Prefix`` removes the prefix first, so that roles, limits and routes depend on the route alone.
 ``DeploymentLookup`` comes after authentication: clients without a key cannot enumerate deployments.

@@ -1,6 +1,6 @@
 """The types of problems (RFC 9457) that the service answers with, and the exception for one.
 
-This module imports no library. ``api/http/refusals.py`` makes answers of problems.
+``api/http/refusals.py`` makes answers of problems.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from enum import Enum, unique
 
 from eplb.errors import EplbError
 
-PATH = "/api/v1/problems"  # below which each type is described
+V1 = "/api/v1"
+PATH = f"{V1}/problems"  # below which each type is described
 RETRY = "Retry-After"
 
 

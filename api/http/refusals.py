@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, cast
+from typing import Annotated
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from api.http.problems import RETRY, ProblemType, Refused
 from eplb.declared import Meaning, Named
-from eplb.errors import ConfigError, EplbError
-from telemetry.state.tasks import Refusal
+from eplb.errors import ConfigError, EplbError, StaleRevision
 
 MAX_DETAIL = 500  # characters
 MAX_FOUND = 100  # characters of a refused value that are shown
@@ -32,15 +32,6 @@ OF_STATUS = {  # those of Starlette and FastAPI themselves
     404: ProblemType.NOT_FOUND,
     405: ProblemType.METHOD_NOT_ALLOWED,
 }
-
-
-# Refusals of the controller whose problem has another name than the reason.
-_RENAMED = {
-    Refusal.EXPIRED: ProblemType.TASK_EXPIRED,
-    Refusal.ABANDONED: ProblemType.TASK_ABANDONED,
-    Refusal.CANCELLED: ProblemType.TASK_CANCELLED,
-}
-OF_REFUSAL = {one.value: _RENAMED.get(one) or ProblemType[one.name] for one in Refusal}
 
 
 @dataclass(frozen=True)
@@ -70,19 +61,33 @@ def _answer(
     return JSONResponse(asdict(body), status, headers, media_type=MEDIA_TYPE)
 
 
-def report_problems(app: Starlette, invalid: type[Exception]) -> None:
-    """Have every error of the app answered with a problem.
+def report_problems(app: FastAPI) -> None:
+    """Have every error of the app answered with a problem."""
 
-    Args:
-        app: a FastAPI application.
-        invalid: FastAPI's exception for a request that does not fit its route; FastAPI is not
-            imported here, because a command makes problems too.
-    """
-    app.add_exception_handler(Refused, _refused)
-    app.add_exception_handler(ConfigError, _value_refused)
-    app.add_exception_handler(EplbError, _store_failed)
-    app.add_exception_handler(invalid, _body_refused)
-    app.add_exception_handler(HTTPException, _http_refused)
+    def report(request: Request, exc: Exception) -> Response:
+        refusal = refusal_of(request, exc)
+        assert refusal is not None, "registered for errors that have one"
+        return refusal
+
+    for kind in (EplbError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, report)
+
+
+def refusal_of(request: Request, exc: Exception) -> JSONResponse | None:
+    """Make the answer that reports an error; None: a fault of the service."""
+    if isinstance(exc, RequestValidationError):
+        return _body_refused(exc)
+    if isinstance(exc, HTTPException):
+        return _http_refused(request, exc)
+    if isinstance(exc, Refused):
+        return problem(exc.kind, str(exc))
+    if isinstance(exc, StaleRevision):
+        return problem(ProblemType.SETTINGS_CHANGED, str(exc))
+    if isinstance(exc, ConfigError):
+        return problem(ProblemType.INVALID_REQUEST, str(exc))
+    if isinstance(exc, EplbError):
+        return problem(ProblemType.STORE_UNAVAILABLE, f"{type(exc).__name__}: {exc}")
+    return None
 
 
 def place_of(request: Request) -> str:
@@ -94,21 +99,7 @@ def _cut(text: str, limit: int = MAX_DETAIL) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def _refused(request: Request, exc: Exception) -> JSONResponse:
-    assert isinstance(exc, Refused), "registered for Refused only"
-    return problem(exc.kind, str(exc))
-
-
-def _value_refused(request: Request, exc: Exception) -> JSONResponse:
-    return problem(ProblemType.INVALID_REQUEST, str(exc))
-
-
-def _store_failed(request: Request, exc: Exception) -> JSONResponse:
-    return problem(ProblemType.STORE_UNAVAILABLE, f"{type(exc).__name__}: {exc}")
-
-
-def _http_refused(request: Request, exc: Exception) -> JSONResponse:
-    assert isinstance(exc, HTTPException), "registered for HTTPException only"
+def _http_refused(request: Request, exc: HTTPException) -> JSONResponse:
     detail = f"{place_of(request)}: {exc.detail}"
     headers = exc.headers
     methods = request.app.openapi()["paths"].get(request.url.path)
@@ -121,8 +112,11 @@ def _http_refused(request: Request, exc: Exception) -> JSONResponse:
     return problem(kind, detail, headers)
 
 
-def _body_refused(request: Request, exc: Exception) -> JSONResponse:
-    error = cast(Any, exc).errors()[0]
+def _body_refused(exc: RequestValidationError) -> JSONResponse:
+    error = exc.errors()[0]
+    if error["type"] == "missing" and error["loc"] == ("header", "if-match"):  # RFC 6585
+        why = "found no If-Match, expected the ETag of GET, or *"
+        return problem(ProblemType.PRECONDITION_REQUIRED, why)
     where = _cut(".".join(str(part) for part in error["loc"]), MAX_FOUND)
     found = _cut(f", found {error['input']!r}", MAX_FOUND) if error["type"] != "missing" else ""
     detail = f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}{found}"

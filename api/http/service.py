@@ -13,7 +13,6 @@ from typing import Any
 from api.access.audit import Audit, AuditLines
 from api.http.answers import TaskAnswer, task_answer
 from api.http.problems import ProblemType, Refused
-from api.http.refusals import OF_REFUSAL
 from api.metrics.definitions import Level, ServiceFigures
 from api.metrics.exposition import metric_families
 from api.monitor.history import History
@@ -23,10 +22,21 @@ from api.monitor.verdict import unready
 from api.processes.supervision import SupervisionView
 from eplb.clock import Deadline
 from eplb.errors import counted
+from eplb.migration.serialisation import topology_from_dict
+from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
-from telemetry.state.tasks import Task
+from telemetry.state.tasks import Refusal, Task
 
 ANY = "*"  # entity tag of whatever there is
+
+# Refusals of the controller whose problem has another name than the reason.
+_RENAMED = {
+    Refusal.EXPIRED: ProblemType.TASK_EXPIRED,
+    Refusal.ABANDONED: ProblemType.TASK_ABANDONED,
+    Refusal.CANCELLED: ProblemType.TASK_CANCELLED,
+}
+OF_REFUSAL = {one.value: _RENAMED.get(one) or ProblemType[one.name] for one in Refusal}
+
 MOST_MADE = 16  # answers that are kept; the largest has a megabyte
 
 
@@ -126,6 +136,12 @@ class AdminService:
         if found is None:
             raise Refused(ProblemType.NO_SUCH_TASK, f"there is no task {task_id}")
         return task_answer(self.store, found)
+
+    def num_ranks(self, info: RunInfo | None) -> int:
+        """Live ranks of a run; 0: not known."""
+        if info is None or not info.topology:
+            return 0
+        return int(topology_from_dict(dict(info.topology)).alive.sum())
 
     # -- requests
     def ask(self, kind: str, asked: dict[str, Any], expected: int | None = None) -> TaskAnswer:

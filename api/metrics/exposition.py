@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
 from api.metrics.definitions import Level, Metric, ServiceFigures, metrics_of
 from api.monitor.reader import BackgroundReader
 from api.monitor.state import BUCKETS_S, Durations
@@ -31,9 +35,6 @@ def metrics_text(of_all: Iterable[Callable[[], Iterator[Any]]]) -> tuple[bytes, 
     Raises:
         StoreError: no store can be read.
     """
-    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-    from prometheus_client.registry import Collector
-
     merged: dict[str, Any] = {}
     failed = list[StoreError]()
     for one in of_all:
@@ -89,12 +90,6 @@ def metric_families(
 
 
 def _family(metric: Metric, deployment: str) -> Any:
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        HistogramMetricFamily,
-    )
-
     family_of = {
         "counter": CounterMetricFamily,
         "gauge": GaugeMetricFamily,

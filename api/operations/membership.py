@@ -7,38 +7,67 @@ ranks that are wanted, and the ranks change their group between two steps. An or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+import secrets
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Any
 
-from api.http.problems import ProblemType, Refused
-from api.operations.declaration import (
+import numpy as np
+from fastapi import Response
+from pydantic import ConfigDict, Field
+
+from api.http.arguments import (
     MAX_ID,
     MOST_LASTS_S,
     MOST_RANK,
-    NOT_GIVEN,
-    V1,
-    Answer,
-    Ask,
-    Call,
     Rank,
     Reason,
     ReasonRequest,
-    command,
-    operation,
+    left_out,
 )
+from api.http.dependencies import (
+    Asker,
+    Audited,
+    Epoch,
+    Service,
+    audited,
+    changing,
+    operator,
+    reading,
+    tag_with,
+)
+from api.http.document import refused_with
+from api.http.problems import ProblemType, Refused
+from api.http.service import AdminService
+from api.monitor.membership import (
+    MOST_UNCOVERED,
+    LossAnswer,
+    Membership,
+    MembershipPlan,
+    UncoveredExpert,
+    membership_of,
+)
+from api.operations.commands import Answer, Ask, command
 from api.operations.placements import shape_of_run
-from api.operations.printing import WHY, at, line, numbers
+from api.terminal.printing import WHY, at, line, numbers
 from eplb.clock import duration_text
+from eplb.core.cost import CostModel
+from eplb.core.model import ModelShape, named_ranks
+from eplb.core.placement import uncovered_experts
+from eplb.core.topology import Topology
 from eplb.declared import Meaning
+from eplb.errors import PlacementError, StaleRevision, TopologyError
+from eplb.fitting import fitting_cordons
+from eplb.measure import imbalance
+from eplb.migration.membership import leavers, shortage, wanted_for
+from eplb.migration.survivors import survive
+from rebalance.controller.plans.planner_request import cordons_in_force
+from telemetry.state.membership import MembershipRefused
+from telemetry.state.placements import CommittedPlacement
+from telemetry.state.runs import GROUP_STAYS
+from telemetry.state.store import StateStore
 
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from api.monitor.membership import LossAnswer, Membership, MembershipPlan
-    from eplb.core.model import ModelShape
-    from eplb.core.topology import Topology
-    from telemetry.state.placements import CommittedPlacement
-    from telemetry.state.store import StateStore
+reads, acts = reading(), changing(operator, audited)
 
 MOST_RANKS = 4096
 MOST_LOST = 4096  # characters
@@ -47,20 +76,18 @@ MOST_LOST = 4096  # characters
 WITHIN_S = 1800
 NUMBERS = r"^\d{1,6}(,\d{1,6})*$"
 ID = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,63}$"
-MEMBERSHIP = "api.monitor.membership:Membership"
 ChangeId = Annotated[str, Meaning("id of the operation", pattern=ID, example="scale-down-7")]
 
 
 # -- what the loss of ranks would leave
 
 
-@operation(
-    f"GET {V1}/membership/feasibility",
-    answer="api.monitor.membership:LossAnswer",
-    problems=(ProblemType.NO_RUN, ProblemType.NO_SUCH_RANK),
+@reads.get(
+    "/membership/feasibility",
+    responses=refused_with(ProblemType.NO_RUN, ProblemType.NO_SUCH_RANK),
 )
 def feasibility(
-    call: Call,
+    service: Service,
     lose: Annotated[
         str, Meaning("numbers of ranks", pattern=NUMBERS, max_length=MOST_LOST, example="3,5")
     ],
@@ -68,14 +95,14 @@ def feasibility(
     """What the loss of ranks would leave. Whether the ranks that are left could hold every expert,
     which have no other replica, and what it takes to serve on.
     """
-    model, topology = shape_of_run(call.store)
+    model, topology = shape_of_run(service.store)
     lost = sorted({int(rank) for rank in lose.split(",")})
     check_rank(lost[-1], topology)
-    return _loss(call, model, topology, committed_of(call.store), lost)
+    return _loss(service, model, topology, committed_of(service.store), lost)
 
 
 def _loss(
-    call: Call,
+    service: AdminService,
     model: ModelShape,
     topology: Topology,
     committed: CommittedPlacement,
@@ -83,13 +110,6 @@ def _loss(
     joining: Collection[int] = (),
 ) -> LossAnswer:
     """What the loss of ranks leaves, beside ranks that join without experts."""
-    from api.monitor.membership import MOST_UNCOVERED, LossAnswer, UncoveredExpert
-    from eplb.core.cost import CostModel
-    from eplb.core.placement import uncovered_experts
-    from eplb.errors import PlacementError
-    from eplb.measure import imbalance
-    from eplb.migration.survivors import survive
-
     is_left = topology.serving.copy()
     is_left[lost] = False
     has_room = is_left.copy()
@@ -108,10 +128,10 @@ def _loss(
     else:
         refills = len(found.refills)
         most = max(len(found.refills_of(rank)) for rank in range(topology.num_ranks))
-        rate = float(call.store.live().text("bytes_per_s") or CostModel.bytes_per_s)
+        rate = float(service.store.live().text("bytes_per_s") or CostModel.bytes_per_s)
         refill_s = round(most * model.expert_bytes / rate, 4)
-        call.service.reader.reading()
-        if windows := call.service.monitor.windows(1):
+        service.reader.reading()
+        if windows := service.monitor.windows(1):
             per_layer = imbalance(windows[-1].tokens, found.target, found.topology)
             balance = round(float(per_layer.mean()), 4)
     size = refills * model.expert_bytes
@@ -138,17 +158,18 @@ def committed_of(store: StateStore) -> CommittedPlacement:
 # -- which ranks serve
 
 
-@dataclass(frozen=True)
 class MembershipRequest(ReasonRequest):
     """Ranks that should serve, by exactly one of ``to``, ``retire`` and ``ranks``."""
 
-    shown: ClassVar[dict[str, Any]] = {
-        "oneOf": [{"required": ["to"]}, {"required": ["retire"]}, {"required": ["ranks"]}],
-        "examples": [
-            {"id": "scale-down-7", "to": 6, "reason": "night", "dry_run": False},
-            {"retire": [3], "reason": "its GPU throttles"},
-        ],
-    }
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["to"]}, {"required": ["retire"]}, {"required": ["ranks"]}],
+            "examples": [
+                {"id": "scale-down-7", "to": 6, "reason": "night", "dry_run": False},
+                {"retire": [3], "reason": "its GPU throttles"},
+            ],
+        }
+    )
 
     id: Annotated[
         str | None,
@@ -165,15 +186,15 @@ class MembershipRequest(ReasonRequest):
             at_least=1,
             at_most=MOST_RANK,
         ),
-    ] = NOT_GIVEN
+    ] = Field(default_factory=left_out)
     retire: Annotated[
         list[Rank],
         Meaning("ranks that should leave", min_length=1, max_length=MOST_RANKS),
-    ] = NOT_GIVEN
+    ] = Field(default_factory=left_out)
     ranks: Annotated[
         list[Rank],
         Meaning("ranks that should serve, all of them", min_length=1, max_length=MOST_RANKS),
-    ] = NOT_GIVEN
+    ] = Field(default_factory=left_out)
     dry_run: Annotated[bool, Meaning("report what the change would do, and change nothing")] = True
     within_s: Annotated[
         int,
@@ -185,50 +206,47 @@ class MembershipRequest(ReasonRequest):
     ] = WITHIN_S
 
 
-@operation(f"GET {V1}/membership", answer=MEMBERSHIP, problems=(ProblemType.NO_RUN,))
-def membership(call: Call) -> Membership:
+@reads.get("/membership", responses=refused_with(ProblemType.NO_RUN))
+def membership(service: Service, response: Response) -> Membership:
     """Which ranks serve. Members, wanted ranks, the latest operation and its phase, and ranks that
     are safe to delete; the `ETag` is the epoch.
     """
-    _, topology = shape_of_run(call.store)
-    return _membership(call, topology)
+    return _membership(service.store, response)
 
 
-def _membership(call: Call, topology: Topology) -> Membership:
-    from api.monitor.membership import membership_of
-
-    store = call.store
+def _membership(store: StateStore, response: Response) -> Membership:
+    _, topology = shape_of_run(store)
     committed, epoch = store.committed(), store.epoch()
-    call.tag(epoch)
+    tag_with(response, epoch)
     placement = None if committed is None else committed.placement
-    change, ready = store.membership_change(), [one.rank for one in store.joiners()]
+    change, ready = store.membership_change(), [joiner.rank for joiner in store.joiners()]
     now = store.backend.now()
     return membership_of(topology, placement, change, epoch, store.live(), ready, now)
 
 
-@operation(
-    f"POST {V1}/membership",
-    answer="api.monitor.membership:MembershipPlan",
-    problems=(
+@acts.post(
+    "/membership",
+    responses=refused_with(
         ProblemType.NO_RUN,
         ProblemType.NO_SUCH_RANK,
         ProblemType.IMPOSSIBLE_MEMBERSHIP,
         ProblemType.OTHER_OPERATION,
+        ProblemType.MEMBERSHIP_CHANGED,
     ),
-    if_match="epoch",
 )
-def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
+def change_membership(
+    service: Service,
+    asker: Asker,
+    audit: Audited,
+    response: Response,
+    expected: Epoch,
+    body: MembershipRequest,
+) -> MembershipPlan:
     """Retire ranks, scale up or down. A dry run unless told otherwise: whether it can be done, what
     has to move, and the balance afterwards. Repeated with its `id` it is done once.
     """
-    import secrets
-
-    from api.monitor.membership import MembershipPlan
-    from eplb.core.model import named_ranks
-    from telemetry.state.membership import MembershipRefused
-
-    store, named = call.store, {"to": body.to, "retire": body.retire, "ranks": body.ranks}
-    asked = {name: value for name, value in named.items() if value is not NOT_GIVEN}
+    store = service.store
+    asked = body.model_dump(include={"to", "retire", "ranks"}, exclude_unset=True)
     if len(asked) != 1:
         found = ", ".join(asked) or "none"
         why = f"the body names {found} of to, retire and ranks, expected one of them"
@@ -236,7 +254,7 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
     model, topology = shape_of_run(store)
     serving = committed_of(store)
     known = store.change_of_id(body.id) if body.id else None
-    expected, epoch = call.expected_revision(), store.epoch()
+    epoch = store.epoch()
     if known is None and expected not in (None, epoch):
         why = f"the epoch is {epoch}, expected {expected} as in If-Match: read the membership again"
         raise Refused(ProblemType.MEMBERSHIP_CHANGED, why)
@@ -255,17 +273,19 @@ def change_membership(call: Call, body: MembershipRequest) -> MembershipPlan:
                 asked=asked,
                 alive=topology.alive.tolist(),
                 reason=body.reason,
-                by=call.actor.name,
+                by=asker.name,
                 expected=expected,
                 within_s=body.within_s,
             )
         except MembershipRefused as exc:
             raise Refused(ProblemType.OTHER_OPERATION, str(exc)) from exc
+        except StaleRevision as exc:
+            raise Refused(ProblemType.MEMBERSHIP_CHANGED, str(exc)) from exc
     retires, joins = sorted(members - set(wanted)), sorted(set(wanted) - members)
-    loss = _loss(call, model, topology, serving, retires, joins)
-    call.tag(store.epoch())
+    loss = _loss(service, model, topology, serving, retires, joins)
+    tag_with(response, store.epoch())
     done = "a dry run" if operation is None else f"operation {operation.id}"
-    call.note(f"{done}, so that {named_ranks(wanted)} serve")
+    audit.describe(f"{done}, so that {named_ranks(wanted)} serve")
     return MembershipPlan(body.dry_run, refusal, wanted, joins, retires, loss, operation)
 
 
@@ -281,12 +301,9 @@ def _wanted(
     Raises:
         Refused: it names a rank that there is not, or no such number of ranks can serve.
     """
-    from eplb.errors import PlacementError, TopologyError
-    from eplb.migration.membership import wanted_for
-
     until_now = store.wanted_ranks()
     before = set(range(topology.num_ranks) if until_now is None else until_now)
-    if body.to is NOT_GIVEN:
+    if "to" not in body.model_fields_set:
         for rank in body.ranks or body.retire or ():
             check_rank(rank, topology)
         return tuple(sorted(set(body.ranks or before - set(body.retire or ()))))
@@ -311,13 +328,6 @@ def _refusal(
     wanted: tuple[int, ...],
 ) -> str:
     """Why these ranks cannot become those that serve; "": they can."""
-    import numpy as np
-
-    from eplb.fitting import fitting_cordons
-    from eplb.migration.membership import leavers, shortage
-    from rebalance.controller.plans.planner_request import cordons_in_force
-    from telemetry.state.runs import GROUP_STAYS
-
     placement, leaving = serving.placement, leavers(wanted, topology)
     if why := shortage(wanted, model.num_experts, topology, _spare_slots(store)):
         return why
@@ -342,29 +352,29 @@ def _refusal(
     return ""
 
 
-@operation(
-    f"POST {V1}/membership/{{change_id}}/cancel",
-    answer=MEMBERSHIP,
-    problems=(ProblemType.NO_RUN, ProblemType.OTHER_OPERATION),
+@acts.post(
+    "/membership/{change_id}/cancel",
+    responses=refused_with(ProblemType.NO_RUN, ProblemType.OTHER_OPERATION),
 )
-def cancel_membership(call: Call, change_id: ChangeId, body: ReasonRequest) -> Membership:
+def cancel_membership(
+    service: Service, asker: Asker, response: Response, change_id: ChangeId, body: ReasonRequest
+) -> Membership:
     """Cancel an open operation on the ranks. The ranks that were wanted before it are wanted again;
     those that have left by then come back.
     """
-    why = f"cancelled by {call.actor.name}: {body.reason}"
-    if not call.store.end_membership_change(change_id, "cancelled", why=why):
-        known = call.store.change_of_id(change_id)
+    store, why = service.store, f"cancelled by {asker.name}: {body.reason}"
+    if not store.end_membership_change(change_id, "cancelled", why=why):
+        known = store.change_of_id(change_id)
         found = "there is no such operation" if known is None else f"it is {known.ended}"
         why = f"operation {change_id!r} cannot be cancelled: {found}, expected an open one"
         raise Refused(ProblemType.OTHER_OPERATION, why)
-    _, topology = shape_of_run(call.store)
-    return _membership(call, topology)
+    return _membership(store, response)
 
 
 # -- commands
 
 Yes = Annotated[bool, Meaning("carry the change out; without it, report what the change would do")]
-Epoch = Annotated[
+AtEpoch = Annotated[
     int | None,
     Meaning(
         "refuse the change at another epoch of the ranks; null: at none", at_least=0, at_most=MAX_ID
@@ -384,8 +394,6 @@ Named = Annotated[
 
 def show_plan(found: dict[str, Any]) -> int:
     """Print what a change of the ranks does; 1: it cannot be done."""
-    from eplb.core.model import named_ranks
-
     loss = found["loss"]
     line(
         f"serve afterwards: {named_ranks(found['wanted'])}",
@@ -407,13 +415,12 @@ def show_plan(found: dict[str, Any]) -> int:
     return 0
 
 
-@command("scale", "eplb scale --to 6; eplb scale --to 6 --yes", change_membership, show=show_plan)
 def ask_to_scale(
     ask: Ask,
     to: Annotated[int, Meaning("number of ranks that should serve", at_least=1, at_most=MOST_RANK)],
     yes: Yes = False,
     id: Named = None,
-    epoch: Epoch = None,
+    epoch: AtEpoch = None,
     within: Within = WITHIN_S,
     reason: Reason = WHY,
 ) -> Answer:
@@ -424,19 +431,12 @@ def ask_to_scale(
     return ask(change_membership, **named, dry_run=not yes, if_match=epoch)
 
 
-@command(
-    "retire",
-    "eplb retire 3; eplb retire 3,5 --yes --reason 'change 4711'",
-    change_membership,
-    show=show_plan,
-    positional=("ranks",),
-)
 def ask_to_retire(
     ask: Ask,
     ranks: Annotated[str, Meaning("numbers of ranks, with commas")],
     yes: Yes = False,
     id: Named = None,
-    epoch: Epoch = None,
+    epoch: AtEpoch = None,
     within: Within = WITHIN_S,
     reason: Reason = WHY,
 ) -> Answer:
@@ -454,8 +454,6 @@ def ask_to_retire(
 
 def show_membership(found: dict[str, Any]) -> None:
     """Print which ranks serve and should."""
-    from eplb.core.model import named_ranks
-
     line(
         f"epoch {found['epoch']}; serve: {named_ranks(found['members'])}; wanted: "
         f"{named_ranks(found['wanted'])}",
@@ -472,15 +470,32 @@ def show_membership(found: dict[str, Any]) -> None:
         )
 
 
-@command("membership", "eplb membership; eplb membership --json", membership)
-def show_members(found: dict[str, Any]) -> None:
-    """Show which ranks serve, the open operation and its phase, and ranks that are safe to
-    delete.
-    """
-    show_membership(found)
-
-
-@command("cancel-membership", "eplb cancel-membership scale-down-7", cancel_membership)
-def show_cancelled(found: dict[str, Any]) -> None:
-    """Cancel an open operation on the ranks. Exit status 1: it is not open."""
-    show_membership(found)
+command(
+    "membership",
+    "eplb membership; eplb membership --json",
+    membership,
+    show=show_membership,
+    about="Show which ranks serve, the open operation and its phase, and ranks that are safe to "
+    "delete.",
+)
+command(
+    "scale",
+    "eplb scale --to 6; eplb scale --to 6 --yes",
+    ask_to_scale,
+    of=change_membership,
+    show=show_plan,
+)
+command(
+    "retire",
+    "eplb retire 3; eplb retire 3,5 --yes --reason 'change 4711'",
+    ask_to_retire,
+    of=change_membership,
+    show=show_plan,
+    positional=("ranks",),
+)
+command(
+    "cancel-membership",
+    "eplb cancel-membership scale-down-7",
+    cancel_membership,
+    show=show_membership,
+)

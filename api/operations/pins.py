@@ -7,29 +7,41 @@ live settings.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from api.http.problems import ProblemType, Refused
-from api.operations.declaration import (
-    V1,
-    Answer,
-    Arguments,
-    Ask,
-    Call,
-    LiveAnswer,
-    Rank,
-    Reason,
-    ReasonRequest,
-    command,
-    operation,
+from fastapi import Response
+
+from api.http.arguments import Body, Rank, Reason, ReasonRequest
+from api.http.dependencies import (
+    KnownRevision,
+    Live,
+    Service,
+    audited,
+    changing,
+    operator,
+    reading,
+    tag_with,
 )
+from api.http.document import refused_with
+from api.http.problems import ProblemType, Refused
+from api.operations.commands import Answer, Ask, command
+from api.operations.live_settings import LiveAnswer
 from api.operations.placements import shape_of_run
-from api.operations.printing import WHY, line, listing, numbers
+from api.terminal.printing import WHY, line, listing, numbers
 from eplb.declared import Meaning
+from eplb.errors import ConfigError
+from eplb.migration.membership import leavers
+from rebalance.controller.plans.planner_request import (
+    PlannerRequest,
+    cordons_in_force,
+    read_pins,
+    written_cordons,
+    written_pins,
+)
+from telemetry.state.live import LiveState
+from telemetry.state.store import StateStore
 
-if TYPE_CHECKING:
-    from telemetry.state.live import LiveState
-    from telemetry.state.store import StateStore
+reads, acts = reading(), changing(operator, audited)
 
 # A list with one pin too many still fits a body of 64 KiB.
 MOST_PINS, PIN_RANKS, MOST_TEXT = 1000, 64, 20_000
@@ -45,8 +57,7 @@ Layer = Annotated[
 Expert = Annotated[int, Meaning("a logical expert", at_least=0, at_most=MOST_NUMBER)]
 
 
-@dataclass(frozen=True)
-class Pin(Arguments):
+class Pin(Body):
     """An expert and the ranks that must hold it."""
 
     expert: Expert
@@ -57,7 +68,6 @@ class Pin(Arguments):
     layer: Layer = None
 
 
-@dataclass(frozen=True)
 class PinsRequest(ReasonRequest):
     """All pins, in place of the present ones."""
 
@@ -71,23 +81,21 @@ class PinsAnswer(LiveAnswer):
     pins: list[Pin]
 
 
-@operation(f"GET {V1}/pins")
-def pins(call: Call) -> PinsAnswer:
+NEEDED = refused_with(ProblemType.SETTINGS_CHANGED, ProblemType.PRECONDITION_REQUIRED)
+
+
+@reads.get("/pins")
+def pins(service: Service, response: Response) -> PinsAnswer:
     """Pins. Experts and the ranks that must hold them; the `ETag` is for `PUT` and `DELETE`."""
-    return _answer(call, call.store.live())
+    state = service.store.live()
+    tag_with(response, state.revision)
+    return _answer(service.store, state)
 
 
-@operation(
-    f"PUT {V1}/pins",
-    problems=(ProblemType.IMPOSSIBLE_PIN, ProblemType.NO_RUN),
-    if_match="known revision",
-)
-def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
+@acts.put("/pins", responses=NEEDED | refused_with(ProblemType.IMPOSSIBLE_PIN, ProblemType.NO_RUN))
+def put_pins(live: Live, revision: KnownRevision, body: PinsRequest) -> PinsAnswer:
     """Replace all pins. At the revision in `If-Match`. The next plan meets them."""
-    from rebalance.controller.plans.planner_request import written_pins
-
-    call.expected_revision()  # first: without the header it is refused whatever its pins are
-    store, new = call.store, dict[Any, tuple[int, ...]]()
+    store, new = live.store, dict[Any, tuple[int, ...]]()
     for pin in body.pins:
         which = pin.expert if pin.layer is None else (pin.layer, pin.expert)
         if which in new or len(set(pin.ranks)) < len(pin.ranks):
@@ -101,26 +109,22 @@ def put_pins(call: Call, body: PinsRequest) -> PinsAnswer:
     if unmet := _unmet(store, store.live(), text):
         more = f", and {len(unmet) - 1} more" if len(unmet) > 1 else ""
         raise Refused(ProblemType.IMPOSSIBLE_PIN, f"{unmet[0]}{more}")
-    return _answer(call, call.change_live({"pins": text}, reason=body.reason))
+    return _answer(store, live.make({"pins": text}, expected=revision, reason=body.reason))
 
 
-@operation(f"DELETE {V1}/pins", if_match="known revision")
-def delete_pins(call: Call, body: ReasonRequest) -> PinsAnswer:
+@acts.delete("/pins", responses=NEEDED)
+def delete_pins(live: Live, revision: KnownRevision, body: ReasonRequest) -> PinsAnswer:
     """Remove all pins. At the revision in `If-Match`; pins of the configuration apply again."""
-    return _answer(call, call.change_live({"pins": None}, reason=body.reason))
+    return _answer(live.store, live.make({"pins": None}, expected=revision, reason=body.reason))
 
 
-def _answer(call: Call, state: LiveState) -> PinsAnswer:
-    from rebalance.controller.plans.planner_request import read_pins
-
-    store, change = call.store, state.changes.get("pins")
-    found = read_pins(state.text("pins"))
-    call.tag(state.revision)
+def _answer(store: StateStore, state: LiveState) -> PinsAnswer:
+    change = state.changes.get("pins")
     return PinsAnswer(
         revision=state.revision,
         pins=[
-            Pin(expert, sorted(ranks), layer)
-            for which, ranks in found.items()
+            Pin(expert=expert, ranks=sorted(ranks), layer=layer)
+            for which, ranks in read_pins(state.text("pins")).items()
             for layer, expert in [(None, which) if isinstance(which, int) else which]
         ],
         unmet=_unmet(store, state, state.text("pins")) if store.current_run() is not None else [],
@@ -131,13 +135,6 @@ def _answer(call: Call, state: LiveState) -> PinsAnswer:
 
 def _unmet(store: StateStore, state: LiveState, pins: str) -> list[str]:
     """Reasons why the current run cannot meet pins, as the planner finds them."""
-    from eplb.migration.membership import leavers
-    from rebalance.controller.plans.planner_request import (
-        PlannerRequest,
-        cordons_in_force,
-        written_cordons,
-    )
-
     if not pins:
         return []
     model, topology = shape_of_run(store)
@@ -156,19 +153,13 @@ def _words(layer: int | None, expert: int) -> str:
 # -- commands
 
 
-def _print_pins(found: dict[str, Any]) -> None:
+def print_pins(found: dict[str, Any]) -> None:
+    """Print pins, and those that the ranks cannot meet now."""
     every = ({**one, "layer": "all"} if one["layer"] is None else one for one in found["pins"])
     listing(every, "layer expert ranks", none="no pins")
     line(*(f"not met: {why}" for why in found["unmet"]))
 
 
-@command("pins list", "eplb pins list --service http://127.0.0.1:8765", pins)
-def show_pins(found: dict[str, Any]) -> None:
-    """List pins, and those that the ranks cannot meet now."""
-    _print_pins(found)
-
-
-@command("pins set", "eplb pins set --layer 3 --expert 17 --ranks 0,4", show=_print_pins)
 def set_pin(
     ask: Ask,
     expert: Expert,
@@ -184,12 +175,6 @@ def set_pin(
     return ask(put_pins, reason=reason, pins=every, if_match=found["revision"])
 
 
-@command(
-    "pins remove",
-    "eplb pins remove --layer 3 --expert 17; eplb pins remove --all",
-    show=_print_pins,
-    names={"every": "all"},
-)
 def remove_pin(
     ask: Ask,
     expert: Annotated[
@@ -200,8 +185,6 @@ def remove_pin(
     reason: Reason = WHY,
 ) -> Answer:
     """Remove the pin of an expert, or with --all every pin; nothing moves for that alone."""
-    from eplb.errors import ConfigError
-
     if every == (expert is not None) or (every and layer is not None):
         raise ConfigError("found neither --expert nor --all alone, expected one of them")
     found = ask(pins).body
@@ -215,3 +198,27 @@ def remove_pin(
 
 def _others(found: dict[str, Any], layer: int | None, expert: int | None) -> list[dict[str, Any]]:
     return [one for one in found["pins"] if (one["layer"], one["expert"]) != (layer, expert)]
+
+
+command(
+    "pins list",
+    "eplb pins list --service http://127.0.0.1:8765",
+    pins,
+    show=print_pins,
+    about="List pins, and those that the ranks cannot meet now.",
+)
+command(
+    "pins set",
+    "eplb pins set --layer 3 --expert 17 --ranks 0,4",
+    set_pin,
+    of=put_pins,
+    show=print_pins,
+)
+command(
+    "pins remove",
+    "eplb pins remove --layer 3 --expert 17; eplb pins remove --all",
+    remove_pin,
+    of=put_pins,
+    show=print_pins,
+    names={"every": "all"},
+)

@@ -5,62 +5,78 @@ Shapes:  L MoE layers, S slots.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from api.http.problems import ProblemType, Refused
-from api.operations.declaration import (
-    JSON,
-    MAX_ID,
-    V1,
-    Answer,
-    Ask,
-    Before,
-    Call,
-    Id,
-    Limit,
-    Page,
-    Raw,
-    command,
-    header,
-    operation,
+from fastapi import Header, Response
+from pydantic import TypeAdapter
+
+from api.http.arguments import MAX_ID, Before, Id, Limit, Next, page_of
+from api.http.dependencies import Service, reading
+from api.http.document import answered_as, refused_with
+from api.http.placement_answers import (
+    PlacementAnswer,
+    PlacementDiff,
+    PlacementLine,
+    answer_of,
+    layer_diffs,
+    line_of,
 )
-from api.operations.printing import line, listing
+from api.http.problems import ProblemType, Refused
+from api.operations.commands import Answer, Ask, command
+from api.terminal.printable import print_table
+from api.terminal.printing import line, listing
+from eplb.core.model import ModelShape
+from eplb.core.placement import Placement
+from eplb.core.topology import Topology
 from eplb.declared import Meaning
+from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError, counted
+from eplb.migration.serialisation import model_from_dict, topology_from_dict
+from telemetry.formats.table import WriteOptions, placement_bytes
+from telemetry.formats.types import Layers, PlacementFile
+from telemetry.state.placements import CommittedPlacement
+from telemetry.state.store import StateStore
+from telemetry.written_files import file_digest, write_atomically
 
-if TYPE_CHECKING:
-    from api.http.placement_answers import PlacementAnswer, PlacementDiff, PlacementLine
-    from eplb.core.model import ModelShape
-    from eplb.core.placement import Placement
-    from eplb.core.topology import Topology
-    from telemetry.state.placements import CommittedPlacement
-    from telemetry.state.store import StateStore
+reads = reading()
 
 NOTES = "Eplb-Notes"  # header: what the format of the file cannot express
 MOST_LAYERS = 64  # layers of one page; 64 x 2,880 slots are about 3 MB
 SHOWN = 8  # experts of a cell of a table
 FILE_OF = {  # ending and media type, by engine
-    "sglang": ("json", JSON),
+    "sglang": ("json", "application/json"),
     "vllm": ("jsonl", "application/jsonl"),
     "trtllm": ("yaml", "application/yaml"),
-    "ascend": ("json", JSON),
-    "eplb": ("json", JSON),
+    "ascend": ("json", "application/json"),
+    "eplb": ("json", "application/json"),
 }
-OF_PLACEMENTS = (ProblemType.NO_SUCH_PLACEMENT, ProblemType.NO_RUN, ProblemType.OTHER_SHAPE)
+OF_PLACEMENTS = refused_with(
+    ProblemType.NO_SUCH_PLACEMENT, ProblemType.NO_RUN, ProblemType.OTHER_SHAPE
+)
+OF_EXPORTS = refused_with(
+    ProblemType.NO_SUCH_PLACEMENT,
+    ProblemType.NO_RUN,
+    ProblemType.OTHER_SHAPE,
+    ProblemType.NOT_EXPRESSIBLE,
+)
 GROUP = (
     "Show, compare and export placements. Exit status 1: there is none such, or the deployment "
     "does not allow it; 2: bad input, no such service or store, or no permission."
 )
 
 
-@operation(
-    f"GET {V1}/placement",
-    answer="api.http.placement_answers:PlacementAnswer",
-    problems=(ProblemType.NO_SUCH_PLACEMENT,),
-    headers=(header("If-None-Match", "the ETag that the client has", {"type": "string"}),),
+TO_JSON = TypeAdapter(PlacementAnswer)
+
+
+@reads.get(
+    "/placement",
+    response_model=PlacementAnswer,
+    responses=refused_with(ProblemType.NO_SUCH_PLACEMENT)
+    | {304: {"description": "The answer is the one of `If-None-Match`"}},
 )
 def placement(
-    call: Call,
+    service: Service,
     generation: Annotated[
         int | None,
         Meaning(
@@ -69,26 +85,28 @@ def placement(
             at_most=MAX_ID,
         ),
     ] = None,
-) -> Raw:
+    if_none_match: Annotated[
+        str, Header(alias="If-None-Match", description="the ETag that the client has")
+    ] = "",
+) -> Response:
     """A committed placement. Of the generation that ranks serve, or of another one; its `ETag` is
     for `If-Match`. With that tag in `If-None-Match` the answer is 304, without a body.
     """
-    committed = call.store.committed()
+    committed = service.store.committed()
     if generation is None and committed is not None:
         generation = committed.placement.generation
 
     def make() -> bytes:
-        return call.encode(placement_answer(call.store, generation))
+        return TO_JSON.dump_json(placement_answer(service.store, generation))
 
     # Once as long as one placement serves: many clients may ask for it.
     key = committed and (committed.placement.generation, committed.placement.hash, committed.time)
-    answer = call.service.of_commit.get(key, f"placement {generation}", make)
-    if generation is not None:
-        call.tag(generation)
-        if call.request.headers.get("if-none-match") == call.headers["ETag"]:
-            call.status = 304
-            return Raw(b"")
-    return Raw(answer)
+    answer = service.of_commit.get(key, f"placement {generation}", make)
+    tag = "" if generation is None else f'"{generation}"'
+    headers = {"ETag": tag} if tag else {}
+    if tag and if_none_match == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(answer, headers=headers, media_type="application/json")
 
 
 def placement_answer(store: StateStore, generation: int | None) -> PlacementAnswer:
@@ -97,8 +115,6 @@ def placement_answer(store: StateStore, generation: int | None) -> PlacementAnsw
     Raises:
         Refused: nothing is committed yet, or not that generation.
     """
-    from api.http.placement_answers import answer_of
-
     found = store.committed() if generation is None else _placement(store, generation)
     if found is None:
         raise Refused(ProblemType.NO_SUCH_PLACEMENT, "the store has no committed placement")
@@ -113,44 +129,46 @@ def _placement(store: StateStore, generation: int) -> CommittedPlacement:
     return found
 
 
-@operation(
-    f"GET {V1}/placements",
-    answer="api.http.placement_answers:PlacementLine",
-    page="placements",
-)
-def placements(call: Call, limit: Limit = 100, before: Before = None) -> Page[PlacementLine]:
+@dataclass(frozen=True)
+class PlacementsPage:
+    """History of placements."""
+
+    placements: list[PlacementLine]
+    next: Next
+
+
+@reads.get("/placements")
+def placements(service: Service, limit: Limit = 100, before: Before = None) -> PlacementsPage:
     """History of placements. Newest first, with the reason of each: give `next` as `before` to
     continue.
     """
-    from api.http.placement_answers import line_of
-
-    found = call.store.placements(limit + 1, before=before)
-    return Page.of(list(map(line_of, found)), limit, lambda one: one.generation)
+    kept = list(map(line_of, service.store.placements(limit + 1, before=before)))
+    return PlacementsPage(*page_of(kept, limit, lambda line: line.generation))
 
 
-@command(
+def show_lines(found: dict[str, Any]) -> None:
+    """Print placements, and why each was made."""
+    shown = (one | {"replicas": sum(one["num_replicas"])} for one in found["placements"])
+    listing(shown, "generation time plan_id:plan replicas hash reason", none="no placements")
+
+
+command(
     "placements list",
     "eplb placements list --last 5 --json",
     placements,
+    show=show_lines,
+    about="List placements that ranks served, newest first, and why each was made.",
     names={"limit": "last"},
     defaults={"limit": 20},
 )
-def show_lines(found: dict[str, Any]) -> None:
-    """List placements that ranks served, newest first, and why each was made."""
-    shown = (one | {"replicas": sum(one["num_replicas"])} for one in found["placements"])
-    listing(shown, "generation time plan_id:plan replicas hash reason", none="no placements")
 
 
 # -- what differs between two
 
 
-@operation(
-    f"GET {V1}/placements/diff",
-    answer="api.http.placement_answers:PlacementDiff",
-    problems=OF_PLACEMENTS,
-)
+@reads.get("/placements/diff", responses=OF_PLACEMENTS)
 def placement_diff(
-    call: Call,
+    service: Service,
     base: Annotated[int, Meaning("generation", at_least=0, at_most=MAX_ID)],
     target: Annotated[int, Meaning("generation to compare with", at_least=0, at_most=MAX_ID)],
     after: Annotated[
@@ -162,24 +180,22 @@ def placement_diff(
     bytes, changed shares. The ranks are those of the current run. Layers past `after` are given,
     `limit` at most.
     """
-    from api.http.placement_answers import PlacementDiff, layer_diffs, line_of
-
-    before, now = (_placement(call.store, one) for one in (base, target))
-    model, topology = shape_of_run(call.store)
+    before, now = (_placement(service.store, one) for one in (base, target))
+    model, topology = shape_of_run(service.store)
     for one in (before, now):
         _check_fits(one.placement, model, topology)
     every = layer_diffs(before.placement, now.placement, model, topology)
     every.sort(key=lambda one: one.layer)
     left = [one for one in every if after is None or one.layer > after]
-    page = Page.of(left, limit, lambda one: one.layer)
+    layers, following = page_of(left, limit, lambda one: one.layer)
     return PlacementDiff(
         base=line_of(before),
         target=line_of(now),
         changed_layers=len(every),
         moves=sum(len(rank.added) for one in every for rank in one.ranks),
         bytes=sum(one.bytes for one in every),
-        layers=list(page.items),
-        next=page.next,
+        layers=layers,
+        next=following,
     )
 
 
@@ -189,9 +205,6 @@ def shape_of_run(store: StateStore) -> tuple[ModelShape, Topology]:
     Raises:
         Refused: there is none, or they cannot be read.
     """
-    from eplb.errors import EplbError
-    from eplb.migration.serialisation import model_from_dict, topology_from_dict
-
     info = store.current_run()
     if info is None:
         why = "no run has begun, expected one: it has the model and the ranks"
@@ -214,18 +227,8 @@ def _check_fits(kept: Placement, model: ModelShape, topology: Topology) -> None:
         )
 
 
-@command(
-    "placements diff",
-    "eplb placements diff 40 41 --service http://127.0.0.1:8765",
-    placement_diff,
-    positional=("base", "target"),
-    names={"limit": "layers"},
-)
 def show_diff(found: dict[str, Any]) -> None:
-    """Show what differs between two placements: experts, bytes and shares, by layer and rank."""
-    from api.terminal.printable import print_table
-    from eplb.errors import counted
-
+    """Print what differs between two placements: experts, bytes and shares, by layer and rank."""
     base, target = (found[side]["generation"] for side in ("base", "target"))
     line(
         f"generation {base} to {target}: {counted(found['moves'], 'move')}, "
@@ -251,6 +254,16 @@ def show_diff(found: dict[str, Any]) -> None:
         line(f"more layers differ: --after {found['next']}")
 
 
+command(
+    "placements diff",
+    "eplb placements diff 40 41 --service http://127.0.0.1:8765",
+    placement_diff,
+    show=show_diff,
+    positional=("base", "target"),
+    names={"limit": "layers"},
+)
+
+
 def _first(values: list[Any]) -> str:
     more = [f"{len(values) - SHOWN} more"] if len(values) > SHOWN else []
     return ", ".join([*map(str, values[:SHOWN]), *more])
@@ -267,25 +280,21 @@ HiddenLayers = Annotated[
 ]
 
 
-@operation(
-    f"GET {V1}/placements/{{generation}}/export",
-    problems=(*OF_PLACEMENTS, ProblemType.NOT_EXPRESSIBLE),
-    media_types={media_type: {} for _, media_type in FILE_OF.values()},
+@reads.get(
+    "/placements/{generation}/export",
+    response_class=Response,
+    responses=OF_EXPORTS | answered_as({media_type: {} for _, media_type in FILE_OF.values()}),
 )
 def placement_export(
-    call: Call, generation: Id, format: Engine = "eplb", hidden_layers: HiddenLayers = None
-) -> Raw:
+    service: Service, generation: Id, format: Engine = "eplb", hidden_layers: HiddenLayers = None
+) -> Response:
     """A placement as an engine's file. What `eplb convert` writes, for the ranks and layer numbers
     of the current run. What is repaired or lost is in the header `Eplb-Notes`.
     """
-    from eplb.errors import ConfigError, HistoryError, PlacementError
-    from telemetry.formats.table import WriteOptions, placement_bytes
-    from telemetry.formats.types import Layers, PlacementFile
-
-    kept = _placement(call.store, generation).placement
-    model, topology = shape_of_run(call.store)
+    kept = _placement(service.store, generation).placement
+    model, topology = shape_of_run(service.store)
     _check_fits(kept, model, topology)
-    provenance = {"deployment": call.store.deployment, "generation": generation}
+    provenance = {"deployment": service.store.deployment, "generation": generation}
     layers = Layers(tuple(model.layer_ids), "model")
     file = PlacementFile(kept, layers, topology.num_ranks, provenance=provenance)
     try:
@@ -295,10 +304,10 @@ def placement_export(
         raise Refused(ProblemType.NOT_EXPRESSIBLE, why) from exc
     ending, media_type = FILE_OF[format]
     name = f"placement-{generation}.{format}.{ending}"
-    call.headers["Content-Disposition"] = f'attachment; filename="{name}"'
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     if notes:
-        call.headers[NOTES] = "; ".join(notes).encode("ascii", "replace").decode()[:4000]
-    return Raw(data, media_type)
+        headers[NOTES] = "; ".join(notes).encode("ascii", "replace").decode()[:4000]
+    return Response(data, headers=headers, media_type=media_type)
 
 
 def show_file(found: dict[str, Any]) -> None:
@@ -307,13 +316,6 @@ def show_file(found: dict[str, Any]) -> None:
     line(f"written: {found['file']} {found['digest']}")
 
 
-@command(
-    "placements export",
-    "eplb placements export 41 --format vllm --output placement.jsonl",
-    show=show_file,
-    positional=("generation",),
-    names={"output": "output/-o"},
-)
 def export_file(
     ask: Ask,
     generation: Id,
@@ -322,9 +324,6 @@ def export_file(
     hidden_layers: HiddenLayers = None,
 ) -> Answer:
     """Write a placement as an engine's file; what is repaired or lost is printed."""
-    from eplb.errors import ConfigError
-    from telemetry.written_files import file_digest, write_atomically
-
     found = ask(placement_export, generation=generation, format=format, hidden_layers=hidden_layers)
     if not found.headers.get("content-disposition", "").startswith("attachment"):
         raise ConfigError("the answer is no file, expected a service of eplb")
@@ -332,3 +331,14 @@ def export_file(
     notes = [note for note in found.headers.get(NOTES, "").split("; ") if note]
     written = {"file": output, "bytes": len(found.content), "notes": notes}
     return Answer(200, written | {"digest": file_digest(Path(output)).strip()})
+
+
+command(
+    "placements export",
+    "eplb placements export 41 --format vllm --output placement.jsonl",
+    export_file,
+    of=placement_export,
+    show=show_file,
+    positional=("generation",),
+    names={"output": "output/-o"},
+)

@@ -6,43 +6,55 @@ controller a while; the answer 202 has the task when that takes longer.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from api.access.keys import Role
-from api.http.problems import ProblemType, Refused
-from api.operations.declaration import (
+from fastapi import Response
+from pydantic import ConfigDict, Field, TypeAdapter, model_validator
+
+from api.access.audit import words
+from api.http.answers import ProposalDetail, TaskAnswer, proposal_detail, task_answer
+from api.http.arguments import (
     MAX_ID,
     MAX_INDEX,
     MOST_LASTS_S,
-    NOT_GIVEN,
-    V1,
     After,
-    Answer,
-    Arguments,
-    Ask,
     Before,
-    Call,
+    Body,
     Id,
     Limit,
-    Page,
+    Next,
     Policy,
     Reason,
     ReasonRequest,
-    command,
-    operation,
+    left_out,
+    page_of,
 )
-from api.operations.printing import WHY, line, listing, more, words
+from api.http.dependencies import (
+    Asker,
+    Audited,
+    ChangeAudit,
+    Generation,
+    Service,
+    audited,
+    changing,
+    operator,
+    reading,
+)
+from api.http.document import refused_with
+from api.http.problems import V1, ProblemType, Refused
+from api.operations.commands import Answer, Ask, command
+from api.terminal.printing import WHY, line, listing, more
 from eplb.declared import Meaning
+from eplb.errors import ConfigError
+from eplb.policies.table import policy_named
+from telemetry.state.proposals import Proposal, ProposalEnded, base_moved, check_open
+from telemetry.state.store import StateStore
 
-if TYPE_CHECKING:
-    from api.http.answers import ProposalDetail, TaskAnswer
-    from telemetry.state.proposals import Proposal, ProposalEnded
-    from telemetry.state.store import StateStore
+reads, acts = reading(), changing(operator, audited)
+asks = changing(audited)  # a viewer may: nothing moves
 
-TASK = "api.http.answers:TaskAnswer"
-PROPOSAL = "telemetry.state.proposals:Proposal"
-DETAIL = "api.http.answers:ProposalDetail"
+EXPLAIN = "eplb explain 12; eplb explain --layer 3 --expert 17"
 DRY_OR_MOVE = {"dry_run": "dry-run/--move"}  # option of a command for the argument
 OF_MOVES = (
     ProblemType.MOVEMENT_OFF,
@@ -59,26 +71,31 @@ OF_PROPOSALS = (
 )
 
 
-def _answered(call: Call, task: TaskAnswer) -> TaskAnswer:
-    """The task, with status 202 until it is done."""
+OF_TASKS = (
+    ProblemType.CONTROLLER_REFUSED,
+    ProblemType.NO_LOAD,
+    ProblemType.NO_PLAN,
+    ProblemType.TASK_EXPIRED,
+    ProblemType.TASK_ABANDONED,
+    ProblemType.TASK_CANCELLED,
+)
+NOT_YET: dict[int | str, dict[str, Any]] = {
+    202: {"model": TaskAnswer, "description": "Not done yet; see Location"}
+}
+MOVED_ON = ProblemType.GENERATION_MOVED_ON
+
+
+def _answered(audit: ChangeAudit, response: Response, task: TaskAnswer) -> TaskAnswer:
+    """Give the task, with status 202 until it is done."""
     shown = ("decision", "num_moves", "plan_id", "dry_run", "error")
     facts = {name: task.result.get(name) for name in shown}
-    call.note(f"task {task.id} {task.state}: {words({**task.request, **facts, 'reason': None})}")
-    return _not_yet(call, task) if task.state in ("queued", "running") else task
-
-
-def _not_yet(call: Call, task: TaskAnswer) -> TaskAnswer:
-    call.status = 202
-    call.headers["Location"] = f"{V1}/tasks/{task.id}"
+    audit.describe(
+        f"task {task.id} {task.state}: {words({**task.request, **facts, 'reason': None})}"
+    )
+    if task.state in ("queued", "running"):
+        response.status_code = 202
+        response.headers["Location"] = f"{V1}/tasks/{task.id}"
     return task
-
-
-def _given(asked: Any) -> dict[str, Any]:
-    """Arguments as the request of a task, without null values."""
-    found = {name: value for name, value in asdict(asked).items() if value is not None}
-    if (throttle := found.get("throttle")) is not None:
-        found["throttle"] = {name: one for name, one in throttle.items() if one is not None}
-    return found
 
 
 def _check_policy(name: str | None) -> None:
@@ -87,8 +104,6 @@ def _check_policy(name: str | None) -> None:
     Raises:
         ConfigError: it is not known.
     """
-    from eplb.policies.table import policy_named
-
     if name is not None:
         policy_named(name)
 
@@ -100,35 +115,40 @@ TaskState = Annotated[
 ]
 
 
-@operation(f"GET {V1}/tasks/{{task_id}}", answer=TASK, problems=(ProblemType.NO_SUCH_TASK,))
-def task(call: Call, task_id: Id) -> TaskAnswer:
+@dataclass(frozen=True)
+class TasksPage:
+    """Tasks in a state."""
+
+    tasks: list[TaskAnswer]
+    next: Next
+
+
+@reads.get("/tasks/{task_id}", responses=refused_with(ProblemType.NO_SUCH_TASK))
+def task(service: Service, task_id: Id) -> TaskAnswer:
     """One task. A request that the controller works off, and its result."""
-    return call.service.task(task_id)
+    return service.task(task_id)
 
 
-@operation(f"GET {V1}/tasks", answer=TASK, page="tasks")
+@reads.get("/tasks")
 def tasks(
-    call: Call, state: TaskState = "queued", after: After = 0, limit: Limit = 100
-) -> Page[TaskAnswer]:
+    service: Service, state: TaskState = "queued", after: After = 0, limit: Limit = 100
+) -> TasksPage:
     """Tasks in a state. Oldest first, past an id: give `next` as `after` to continue."""
-    from api.http.answers import task_answer
-
-    kept = call.store.tasks(state, after=after, limit=limit + 1)
-    page = Page.of(kept, limit, lambda one: one.id)
-    return Page([task_answer(call.store, one) for one in page.items], page.next)
+    kept = service.store.tasks(state, after=after, limit=limit + 1)
+    page, following = page_of(kept, limit, lambda task: task.id)
+    return TasksPage([task_answer(service.store, task) for task in page], following)
 
 
-@operation(
-    f"POST {V1}/tasks/{{task_id}}/cancel",
-    answer=TASK,
-    problems=(ProblemType.NO_SUCH_TASK, ProblemType.TASK_BEGUN),
+@acts.post(
+    "/tasks/{task_id}/cancel",
+    responses=refused_with(ProblemType.NO_SUCH_TASK, ProblemType.TASK_BEGUN),
 )
-def cancel(call: Call, task_id: Id, body: ReasonRequest) -> TaskAnswer:
+def cancel(service: Service, task_id: Id, body: ReasonRequest) -> TaskAnswer:
     """Cancel a queued task. Only before the controller begins it; a migration is stopped by a
     pause.
     """
-    is_cancelled = call.store.cancel(task_id, reason=body.reason)
-    answer = call.service.task(task_id)
+    is_cancelled = service.store.cancel(task_id, reason=body.reason)
+    answer = service.task(task_id)
     if not is_cancelled:
         why = f"task {task_id} is {answer.state}, expected it queued"
         raise Refused(ProblemType.TASK_BEGUN, why)
@@ -146,12 +166,6 @@ def show_tasks(found: dict[str, Any]) -> None:
     more(listed)
 
 
-@command(
-    "tasks",
-    "eplb tasks --state failed; eplb tasks --cancel 7",
-    show=show_tasks,
-    names={"cancel_id": "cancel"},
-)
 def ask_for_tasks(
     ask: Ask,
     state: TaskState = "queued",
@@ -167,17 +181,28 @@ def ask_for_tasks(
     return ask(cancel, task_id=cancel_id, reason=reason)
 
 
+command(
+    "tasks",
+    "eplb tasks --state failed; eplb tasks --cancel 7",
+    ask_for_tasks,
+    of=tasks,
+    show=show_tasks,
+    names={"cancel_id": "cancel"},
+)
+
+
 # -- rebalances and rollbacks
 
 
-@dataclass(frozen=True)
-class ThrottleRequest(Arguments):
+class ThrottleRequest(Body):
     """Limits of this migration below those of the deployment's settings."""
 
-    shown: ClassVar[dict[str, Any]] = {
-        "minProperties": 1,
-        "examples": [{"experts_per_transaction": 2, "link_part": 0.25}],
-    }
+    model_config = ConfigDict(
+        json_schema_extra={
+            "minProperties": 1,
+            "examples": [{"experts_per_transaction": 2, "link_part": 0.25}],
+        }
+    )
 
     experts_per_transaction: Annotated[
         int,
@@ -186,10 +211,10 @@ class ThrottleRequest(Arguments):
             at_least=1,
             at_most=MAX_INDEX,
         ),
-    ] = NOT_GIVEN
+    ] = Field(default_factory=left_out)
     layers_per_transaction: Annotated[
         int, Meaning("most layers that swap together", at_least=1, at_most=MAX_INDEX)
-    ] = NOT_GIVEN
+    ] = Field(default_factory=left_out)
     link_part: Annotated[
         float,
         Meaning(
@@ -197,18 +222,19 @@ class ThrottleRequest(Arguments):
             above=0,
             at_most=1,
         ),
-    ] = NOT_GIVEN
+    ] = Field(default_factory=left_out)
 
-    def __post_init__(self) -> None:
-        if all(limit is NOT_GIVEN for limit in vars(self).values()):
+    @model_validator(mode="after")
+    def _names_a_limit(self) -> ThrottleRequest:
+        if not self.model_fields_set:
             raise ValueError("the throttle names no limit, expected one or more")
+        return self
 
 
 DryRun = Annotated[bool, Meaning("true: plan only, move nothing")]
 Throttle = Annotated[ThrottleRequest | None, Meaning("null: the deployment's pace")]
 
 
-@dataclass(frozen=True)
 class RebalanceRequest(ReasonRequest):
     """Ask the controller for a plan now, and unless this is a dry run, for its migration."""
 
@@ -217,7 +243,6 @@ class RebalanceRequest(ReasonRequest):
     throttle: Throttle = None
 
 
-@dataclass(frozen=True)
 class RollbackRequest(ReasonRequest):
     """Ask the controller for a plan to an earlier placement, and for its cost in a dry run.
 
@@ -231,42 +256,41 @@ class RollbackRequest(ReasonRequest):
     throttle: Throttle = None
 
 
-@operation(
-    f"POST {V1}/rebalances",
-    answer=TASK,
-    problems=OF_MOVES,
-    if_match="generation",
-    is_task=True,
-)
-def rebalance(call: Call, body: RebalanceRequest) -> TaskAnswer:
+@acts.post("/rebalances", responses=NOT_YET | refused_with(*OF_MOVES, *OF_TASKS, MOVED_ON))
+def rebalance(
+    service: Service,
+    audit: Audited,
+    response: Response,
+    expected: Generation,
+    body: RebalanceRequest,
+) -> TaskAnswer:
     """Plan now; move only when dry_run is false. Submits a task to the controller and waits a while
     for its result.
     """
     _check_policy(body.policy)
-    return _ask_to_move(call, "rebalance", body, is_dry_run=body.dry_run)
+    service.check_may_move(body.dry_run)
+    asked = body.model_dump(exclude_none=True)
+    return _answered(audit, response, service.ask("rebalance", asked, expected))
 
 
-@operation(
-    f"POST {V1}/rollbacks",
-    answer=TASK,
-    problems=OF_MOVES,
-    if_match="generation",
-    is_task=True,
-)
-def rollback(call: Call, body: RollbackRequest) -> TaskAnswer:
+@acts.post("/rollbacks", responses=NOT_YET | refused_with(*OF_MOVES, *OF_TASKS, MOVED_ON))
+def rollback(
+    service: Service,
+    audit: Audited,
+    response: Response,
+    expected: Generation,
+    body: RollbackRequest,
+) -> TaskAnswer:
     """Roll back to an earlier placement; move only when dry_run is false. Submits a task to the
     controller and waits a while for its result.
     """
-    return _ask_to_move(call, "rollback", body, is_dry_run=body.dry_run)
+    service.check_may_move(body.dry_run)
+    asked = body.model_dump(exclude_none=True)
+    return _answered(audit, response, service.ask("rollback", asked, expected))
 
 
-def _ask_to_move(call: Call, kind: str, body: Any, *, is_dry_run: bool) -> TaskAnswer:
-    expected = call.service.check_generation(call.if_generation())
-    call.service.check_may_move(is_dry_run)
-    return _answered(call, call.service.ask(kind, _given(body), expected))
-
-
-def _print_task(found: dict[str, Any]) -> None:
+def show_task(found: dict[str, Any]) -> None:
+    """Print what came of a rebalance, a rollback or an approval."""
     result = found["result"]
     columns = "task decision before after num_moves:moves plan_id:plan reason"
     listing([result | {"task": found["id"]}], columns, none="no task")
@@ -281,28 +305,28 @@ def _print_task(found: dict[str, Any]) -> None:
         line(f"nothing moves: {why}" if why else "nothing moves")
 
 
-@command("rebalance", "eplb rebalance --reason 'hot expert' --move", rebalance, names=DRY_OR_MOVE)
-def show_rebalance(found: dict[str, Any]) -> None:
-    """Have the controller plan now; with --move, carry the plan out."""
-    _print_task(found)
-
-
-@command(
+command(
+    "rebalance",
+    "eplb rebalance --reason 'hot expert' --move",
+    rebalance,
+    show=show_task,
+    about="Have the controller plan now; with --move, carry the plan out.",
+    names=DRY_OR_MOVE,
+)
+command(
     "rollback",
     "eplb rollback 40 --reason 'answers got slower' --move",
     rollback,
+    show=show_task,
+    about="Plan a migration back to an earlier placement; with --move, carry it out.",
     positional=("generation",),
     names=DRY_OR_MOVE,
 )
-def show_rollback(found: dict[str, Any]) -> None:
-    """Plan a migration back to an earlier placement; with --move, carry it out."""
-    _print_task(found)
 
 
 # -- proposals
 
 
-@dataclass(frozen=True)
 class ProposalRequest(ReasonRequest):
     """Ask the controller for a plan now, and store it until somebody decides on it."""
 
@@ -313,7 +337,6 @@ class ProposalRequest(ReasonRequest):
     ] = 900
 
 
-@dataclass(frozen=True)
 class ApproveRequest(ReasonRequest):
     """Carry out a proposal."""
 
@@ -323,94 +346,98 @@ class ApproveRequest(ReasonRequest):
     ] = False
 
 
-@operation(f"GET {V1}/proposals", answer=PROPOSAL, page="proposals")
+@dataclass(frozen=True)
+class ProposalsPage:
+    """Plans that wait for an approval."""
+
+    proposals: list[Proposal]
+    next: Next
+
+
+@reads.get("/proposals")
 def proposals(
-    call: Call,
+    service: Service,
     state: Annotated[
         Literal["open", "approved", "rejected", "expired"] | None, Meaning("null: in any state")
     ] = None,
     before: Before = None,
     limit: Limit = 100,
-) -> Page[Proposal]:
+) -> ProposalsPage:
     """Plans that wait for an approval. Newest first, of the latest 50: give `next` as `before` to
     continue.
     """
     kept = [
-        one
-        for one in reversed(call.store.proposals())
-        if state in (None, one.state) and (before is None or one.id < before)
+        proposal
+        for proposal in reversed(service.store.proposals())
+        if state in (None, proposal.state) and (before is None or proposal.id < before)
     ]
-    return Page.of(kept, limit, lambda one: one.id)
+    return ProposalsPage(*page_of(kept, limit, lambda proposal: proposal.id))
 
 
-@operation(
-    f"GET {V1}/proposals/{{proposal_id}}",
-    answer=DETAIL,
-    problems=(ProblemType.NO_SUCH_PROPOSAL,),
-)
-def proposal(call: Call, proposal_id: Id) -> ProposalDetail:
+@reads.get("/proposals/{proposal_id}", responses=refused_with(ProblemType.NO_SUCH_PROPOSAL))
+def proposal(service: Service, proposal_id: Id) -> ProposalDetail:
     """One proposal. With its target, its moves, what it changes in each layer, and why."""
-    from api.http.answers import proposal_detail
-
-    return proposal_detail(call.store, _proposal(call.store, proposal_id))
+    return proposal_detail(service.store, _proposal(service.store, proposal_id))
 
 
-@operation(
-    f"POST {V1}/proposals",
-    answer=DETAIL,
-    problems=(ProblemType.NOTHING_TO_PROPOSE,),
-    is_task=True,
-    status=201,
+@acts.post(
+    "/proposals",
+    status_code=201,
+    response_model=ProposalDetail,
+    responses=NOT_YET | refused_with(ProblemType.NOTHING_TO_PROPOSE, *OF_TASKS),
 )
-def propose(call: Call, body: ProposalRequest) -> ProposalDetail | TaskAnswer:
+def propose(
+    service: Service, asker: Asker, response: Response, body: ProposalRequest
+) -> ProposalDetail | Response:
     """Plan now and store the plan; nothing moves. Submits a task to the controller and waits a
     while; `Location` is of the proposal.
     """
-    from api.http.answers import proposal_detail
-
     _check_policy(body.policy)
-    made = call.service.ask("propose", _given(body) | {"by": call.actor.name})
+    made = service.ask("propose", body.model_dump(exclude_none=True) | {"by": asker.name})
     number = made.result.get("proposal")
     if number is None:
-        return _not_yet(call, made)
-    call.headers["Location"] = f"{V1}/proposals/{number}"
-    return proposal_detail(call.store, _proposal(call.store, number))
+        content = TypeAdapter(TaskAnswer).dump_json(made)
+        location = {"Location": f"{V1}/tasks/{made.id}"}
+        return Response(content, 202, location, "application/json")
+    response.headers["Location"] = f"{V1}/proposals/{number}"
+    return proposal_detail(service.store, _proposal(service.store, number))
 
 
-@operation(
-    f"POST {V1}/proposals/{{proposal_id}}/approve",
-    answer=TASK,
-    problems=(*OF_MOVES, *OF_PROPOSALS, ProblemType.LOSES),
-    if_match="generation",
-    is_task=True,
+@acts.post(
+    "/proposals/{proposal_id}/approve",
+    responses=NOT_YET
+    | refused_with(*OF_MOVES, *OF_PROPOSALS, ProblemType.LOSES, *OF_TASKS, MOVED_ON),
 )
-def approve(call: Call, proposal_id: Id, body: ApproveRequest) -> TaskAnswer:
+def approve(
+    service: Service,
+    asker: Asker,
+    audit: Audited,
+    response: Response,
+    proposal_id: Id,
+    expected: Generation,
+    body: ApproveRequest,
+) -> TaskAnswer:
     """Carry out a proposal. Moves to exactly the stored target, or to none: 409 when its base moved
     on.
     """
-    from telemetry.state.proposals import ProposalEnded, check_open
-
-    expected = call.service.check_generation(call.if_generation())
-    found = _proposal(call.store, proposal_id)
+    found = _proposal(service.store, proposal_id)
     try:
         check_open(found)
     except ProposalEnded as exc:
-        raise _ended(call.store, found, exc) from exc
-    call.service.check_may_move(is_dry_run=False)
-    given = _given(body) | {"proposal": found.id, "by": call.actor.name}
-    return _answered(call, call.service.ask("approve", given, expected))
+        raise _ended(service.store, found, exc) from exc
+    service.check_may_move(is_dry_run=False)
+    asked = body.model_dump(exclude_none=True) | {"proposal": found.id, "by": asker.name}
+    return _answered(audit, response, service.ask("approve", asked, expected))
 
 
-@operation(f"POST {V1}/proposals/{{proposal_id}}/reject", answer=PROPOSAL, problems=OF_PROPOSALS)
-def reject(call: Call, proposal_id: Id, body: ReasonRequest) -> Proposal:
+@acts.post("/proposals/{proposal_id}/reject", responses=refused_with(*OF_PROPOSALS))
+def reject(service: Service, asker: Asker, proposal_id: Id, body: ReasonRequest) -> Proposal:
     """Reject a proposal. It cannot be approved afterwards."""
-    from telemetry.state.proposals import ProposalEnded
-
-    found = _proposal(call.store, proposal_id)
+    found = _proposal(service.store, proposal_id)
     try:
-        return call.store.reject(found.id, by=call.actor.name, reason=body.reason)
+        return service.store.reject(found.id, by=asker.name, reason=body.reason)
     except ProposalEnded as exc:
-        raise _ended(call.store, found, exc) from exc
+        raise _ended(service.store, found, exc) from exc
 
 
 def _proposal(store: StateStore, proposal_id: int) -> Proposal:
@@ -421,8 +448,6 @@ def _proposal(store: StateStore, proposal_id: int) -> Proposal:
 
 
 def _ended(store: StateStore, one: Proposal, why: ProposalEnded) -> Refused:
-    from telemetry.state.proposals import base_moved
-
     found = store.committed()
     serving = None if found is None else (found.placement.generation, found.placement.hash)
     has_moved = one.state == "expired" and base_moved(one, serving)
@@ -430,9 +455,8 @@ def _ended(store: StateStore, one: Proposal, why: ProposalEnded) -> Refused:
     return Refused(kind, str(why))
 
 
-@command("proposals", "eplb proposals --service http://127.0.0.1:8765", proposals)
 def show_proposals(found: dict[str, Any]) -> None:
-    """List plans that wait for an approval, and how others ended."""
+    """Print proposals, and how each ended."""
     shown = (
         one | {"GB": one["bytes"] / 1e9, "reason": one["end_reason"] or one["reason"]}
         for one in found["proposals"]
@@ -445,8 +469,9 @@ def show_proposals(found: dict[str, Any]) -> None:
     )
 
 
-def _print_proposal(one: dict[str, Any]) -> None:
-    show_proposals.show({"proposals": [one]})
+def show_proposal(one: dict[str, Any]) -> None:
+    """Print a proposal, and how it is approved."""
+    show_proposals({"proposals": [one]})
     line(one["plan_reason"])
     for layer in one.get("explanation", ()):
         line(*layer["sentences"])
@@ -455,36 +480,35 @@ def _print_proposal(one: dict[str, Any]) -> None:
         line(f"eplb approve {one['id']} carries it out while generation {base} serves")
 
 
-@command("propose", "eplb propose --reason 'evening load' --store .eplb/store.sqlite", propose)
-def show_proposed(found: dict[str, Any]) -> None:
-    """Have the controller plan now, and store the plan; nothing moves."""
-    _print_proposal(found)
-
-
-@command(
+command(
+    "proposals",
+    "eplb proposals --service http://127.0.0.1:8765",
+    proposals,
+    show=show_proposals,
+    about="List plans that wait for an approval, and how others ended.",
+)
+command(
+    "propose",
+    "eplb propose --reason 'evening load' --store .eplb/store.sqlite",
+    propose,
+    show=show_proposal,
+)
+command(
     "approve",
     "eplb approve 12 --reason 'looks right' --if-generation 41",
     approve,
+    show=show_task,
+    about="Carry out exactly a proposal; refused once its base moved on, and, without --force, "
+    "where it costs more than it saves on the present load.",
     names={"accept_loss": "force"},
 )
-def show_approved(found: dict[str, Any]) -> None:
-    """Carry out exactly a proposal; refused once its base moved on, and, without --force, where it
-    costs more than it saves on the present load.
-    """
-    _print_task(found)
-
-
-@command("reject", "eplb reject 12 --reason 'not tonight'", reject)
-def show_rejected(found: dict[str, Any]) -> None:
-    """Reject a proposal: it cannot be approved afterwards."""
-    _print_proposal(found)
+command("reject", "eplb reject 12 --reason 'not tonight'", reject, show=show_proposal)
 
 
 # -- explanations
 
 
-@dataclass(frozen=True)
-class ExplainRequest(Arguments):
+class ExplainRequest(Body):
     """Ask the controller to explain where a plan made now places an expert, and why."""
 
     layer: Annotated[int, Meaning("the model's layer number", at_least=0, at_most=MAX_INDEX)]
@@ -492,19 +516,16 @@ class ExplainRequest(Arguments):
     policy: Policy = None
 
 
-@operation(
-    f"POST {V1}/explanations",
-    answer=TASK,
-    problems=(ProblemType.NO_SUCH_EXPERT,),
-    is_task=True,
-    role=Role.VIEWER,  # it moves nothing
-)
-def explanation(call: Call, body: ExplainRequest) -> TaskAnswer:
+@asks.post("/explanations", responses=NOT_YET | refused_with(ProblemType.NO_SUCH_EXPERT, *OF_TASKS))
+def explanation(
+    service: Service, audit: Audited, response: Response, body: ExplainRequest
+) -> TaskAnswer:
     """Why is this expert there? Plans now and explains one expert; moves nothing. The text is in
     `sentences`.
     """
     _check_policy(body.policy)
-    return _answered(call, call.service.ask("explain", _given(body)))
+    asked = body.model_dump(exclude_none=True)
+    return _answered(audit, response, service.ask("explain", asked))
 
 
 def show_explained(found: dict[str, Any]) -> None:
@@ -512,16 +533,9 @@ def show_explained(found: dict[str, Any]) -> None:
     if "result" in found:
         line(*found["result"]["sentences"])
     else:
-        _print_proposal(found)
+        show_proposal(found)
 
 
-@command(
-    "explain",
-    "eplb explain 12; eplb explain --layer 3 --expert 17",
-    explanation,
-    show=show_explained,
-    positional=("proposal_id",),
-)
 def ask_to_explain(
     ask: Ask,
     proposal_id: Annotated[
@@ -536,13 +550,21 @@ def ask_to_explain(
     ] = None,
 ) -> Answer:
     """Explain a proposal, or where a plan made now places an expert."""
-    from eplb.errors import ConfigError
-
     if proposal_id is not None and layer is None and expert is None:
         return ask(proposal, proposal_id=proposal_id)
     if proposal_id is not None or layer is None or expert is None:
         raise ConfigError(
             "found neither a proposal alone nor --layer and --expert, expected one of them, as "
-            f"{ask_to_explain.example}"
+            f"{EXPLAIN}"
         )
     return ask(explanation, layer=layer, expert=expert)
+
+
+command(
+    "explain",
+    EXPLAIN,
+    ask_to_explain,
+    of=explanation,
+    show=show_explained,
+    positional=("proposal_id",),
+)

@@ -6,33 +6,54 @@ Cordons are the live setting ``cordons``, so their revision is that of all live 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from api.http.problems import ProblemType, Refused
-from api.operations.declaration import (
-    V1,
-    Answer,
-    Ask,
-    Call,
-    LiveAnswer,
-    Rank,
-    ReasonRequest,
-    command,
-    operation,
+from fastapi import Response
+
+from api.http.arguments import Rank, ReasonRequest
+from api.http.dependencies import (
+    Live,
+    LiveChange,
+    Revision,
+    Service,
+    audited,
+    changing,
+    operator,
+    reading,
+    tag_with,
 )
+from api.http.document import refused_with
+from api.http.problems import ProblemType, Refused
+from api.monitor.membership import why_not_moved
+from api.operations import watching
+from api.operations.commands import Answer, Ask, command
+from api.operations.live_settings import LiveAnswer
 from api.operations.membership import check_rank, committed_of
 from api.operations.placements import shape_of_run
-from api.operations.printing import line, listing
+from api.terminal.printing import line, listing
+from eplb.core.model import ModelShape
+from eplb.core.placement import slots_in_use, sole_experts
+from eplb.core.topology import Topology
 from eplb.declared import Meaning
+from eplb.errors import StaleRevision
+from eplb.fitting import Cordon, fitting_cordons
+from eplb.migration.membership import leavers
+from rebalance.controller.plans.planner_request import (
+    cordons_in_force,
+    read_cordons,
+    written_cordons,
+)
+from telemetry.state.live import LiveState
+from telemetry.state.store import StateStore
 
-if TYPE_CHECKING:
-    from eplb.core.model import ModelShape
-    from eplb.core.topology import Topology
-    from eplb.fitting import Cordon
-    from telemetry.state.live import LiveState
-    from telemetry.state.store import StateStore
+reads, acts = reading(), changing(operator, audited)
 
-OF_CORDONS = (ProblemType.NO_SUCH_RANK, ProblemType.NO_RUN, ProblemType.IMPOSSIBLE_CORDON)
+OF_CORDONS = refused_with(
+    ProblemType.NO_SUCH_RANK,
+    ProblemType.NO_RUN,
+    ProblemType.IMPOSSIBLE_CORDON,
+    ProblemType.SETTINGS_CHANGED,
+)
 # Attempts where another change of live settings comes first and the request has no revision.
 MOST_TRIES = 8
 RankState = Literal["open", "cordoned", "draining", "drained"]
@@ -63,10 +84,12 @@ class RanksAnswer(LiveAnswer):
     ]
 
 
-@operation(f"GET {V1}/ranks", problems=(ProblemType.NO_RUN,))
-def ranks(call: Call) -> RanksAnswer:
+@reads.get("/ranks", responses=refused_with(ProblemType.NO_RUN))
+def ranks(service: Service, response: Response) -> RanksAnswer:
     """Ranks. Node, state and experts of each rank; the `ETag` is for changes."""
-    return _answer(call, call.store.live())
+    state = service.store.live()
+    tag_with(response, state.revision)
+    return _answer(service.store, state)
 
 
 def show_reports(found: list[dict[str, Any]]) -> None:
@@ -79,76 +102,74 @@ def show_reports(found: list[dict[str, Any]]) -> None:
     )
 
 
-@command("ranks", "eplb ranks --store redis://HOST:PORT --deployment prod", show=show_reports)
 def ask_for_ranks(ask: Ask) -> Answer:
     """Show each rank: step, phase, age of its report, whether it takes experts, what it holds."""
-    from api.operations.watching import state
-
-    seen = ask(state).body
+    seen = ask(watching.state).body
     held = ask(ranks).body["ranks"] if seen["run"] is not None else []
     return Answer(200, [rank | here for rank, here in zip(seen["ranks"], held, strict=True)])
+
+
+command(
+    "ranks",
+    "eplb ranks --store redis://HOST:PORT --deployment prod",
+    ask_for_ranks,
+    of=ranks,
+    show=show_reports,
+)
 
 
 # -- cordons
 
 
-@operation(f"POST {V1}/ranks/{{rank}}/cordon", problems=OF_CORDONS, if_match="revision")
-def cordon(call: Call, rank: Rank, body: ReasonRequest) -> RanksAnswer:
+@acts.post("/ranks/{rank}/cordon", responses=OF_CORDONS)
+def cordon(live: Live, revision: Revision, rank: Rank, body: ReasonRequest) -> RanksAnswer:
     """Place no further expert on a rank. The rank keeps what it holds and takes nothing new, from
     the next plan on.
     """
-    return _change(call, rank, "cordon", body.reason)
+    return _change(live, revision, rank, Cordon.CORDON, body.reason)
 
 
-@operation(f"POST {V1}/ranks/{{rank}}/drain", problems=OF_CORDONS, if_match="revision")
-def drain(call: Call, rank: Rank, body: ReasonRequest) -> RanksAnswer:
+@acts.post("/ranks/{rank}/drain", responses=OF_CORDONS)
+def drain(live: Live, revision: Revision, rank: Rank, body: ReasonRequest) -> RanksAnswer:
     """Move every expert off a rank. The next plan moves every expert off the rank, whatever that
     costs in balance.
     """
-    return _change(call, rank, "drain", body.reason)
+    return _change(live, revision, rank, Cordon.DRAIN, body.reason)
 
 
-@operation(f"POST {V1}/ranks/{{rank}}/uncordon", problems=OF_CORDONS, if_match="revision")
-def uncordon(call: Call, rank: Rank, body: ReasonRequest) -> RanksAnswer:
+@acts.post("/ranks/{rank}/uncordon", responses=OF_CORDONS)
+def uncordon(live: Live, revision: Revision, rank: Rank, body: ReasonRequest) -> RanksAnswer:
     """Let a rank take experts again. Plans bring experts where they gain."""
-    return _change(call, rank, None, body.reason)
+    return _change(live, revision, rank, None, body.reason)
 
 
-def _change(call: Call, rank: int, new: str | None, reason: str) -> RanksAnswer:
-    from eplb.errors import StaleRevision
-    from eplb.fitting import Cordon
-    from eplb.migration.membership import leavers
-    from rebalance.controller.plans.planner_request import read_cordons, written_cordons
-
-    store, expected = call.store, call.expected_revision()
+def _change(
+    live: LiveChange, revision: int | None, rank: int, new: Cordon | None, reason: str
+) -> RanksAnswer:
+    store = live.store
     model, topology = shape_of_run(store)
     leaving = dict.fromkeys(leavers(store.wanted_ranks(), topology), Cordon.DRAIN)
-    for _ in range(MOST_TRIES):
+    for attempt in range(1, MOST_TRIES + 1):
         state = store.live()
         cordons = read_cordons(state.text("cordons"))
         if new is None:  # a cordon may outlive its rank: it can be removed all the same
             cordons.pop(rank, None)
         else:
-            cordons[rank] = Cordon(new)
+            cordons[rank] = new
             _check_possible(store, rank, cordons | leaving, model, topology)
-        revision = state.revision if expected is None else expected
         changes = {"cordons": written_cordons(cordons)}
+        expected = state.revision if revision is None else revision
         try:
-            changed = call.change_live(changes, expected=revision, reason=reason)
-        except StaleRevision as exc:
-            why = exc
-            if expected is not None:
-                break
-        else:
-            return _answer(call, changed)
-    raise why
+            return _answer(store, live.make(changes, expected=expected, reason=reason))
+        except StaleRevision:
+            if revision is not None or attempt == MOST_TRIES:
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _check_possible(
     store: StateStore, rank: int, cordons: dict[int, Cordon], model: ModelShape, topology: Topology
 ) -> None:
-    from eplb.fitting import fitting_cordons
-
     check_rank(rank, topology)
     serving = committed_of(store).placement
     found = fitting_cordons(cordons, serving, topology, model.num_expert_groups)
@@ -156,19 +177,12 @@ def _check_possible(
         raise Refused(ProblemType.IMPOSSIBLE_CORDON, found.unmet[-1])
 
 
-def _answer(call: Call, state: LiveState) -> RanksAnswer:
-    from api.monitor.membership import why_not_moved
-    from eplb.core.placement import slots_in_use, sole_experts
-    from eplb.fitting import fitting_cordons
-    from eplb.migration.membership import leavers
-    from rebalance.controller.plans.planner_request import cordons_in_force
-
-    model, topology = shape_of_run(call.store)
-    leaving = leavers(call.store.wanted_ranks(), topology)
+def _answer(store: StateStore, state: LiveState) -> RanksAnswer:
+    model, topology = shape_of_run(store)
+    leaving = leavers(store.wanted_ranks(), topology)
     cordons = cordons_in_force(state.text("cordons"), leaving)
     change = state.changes.get("cordons")
-    committed = call.store.committed()
-    call.tag(state.revision)
+    committed = store.committed()
     held = sole = [0] * topology.num_ranks
     unmet: tuple[str, ...] = ()
     if committed is not None:
@@ -200,8 +214,6 @@ def _answer(call: Call, state: LiveState) -> RanksAnswer:
 
 
 def _state(found: Cordon | None, held: int) -> RankState:
-    from eplb.fitting import Cordon
-
     if found is None:
         return "open"
     if found is Cordon.CORDON:
@@ -209,26 +221,14 @@ def _state(found: Cordon | None, held: int) -> RankState:
     return "draining" if held else "drained"
 
 
-def _print_ranks(found: dict[str, Any]) -> None:
+def print_ranks(found: dict[str, Any]) -> None:
+    """Print which ranks take experts, and what a draining one waits for."""
     listing(found["ranks"], "rank node host experts sole_experts state", none="no ranks")
     line(*(f"not met: {why}" for why in found["unmet"]))
     if found["waits"]:
         line(f"not moved: {found['waits']}")
 
 
-@command("cordon", "eplb cordon 3 --reason 'its GPU throttles'", cordon)
-def show_cordoned(found: dict[str, Any]) -> None:
-    """Place no further expert on a rank; it keeps what it holds. Exit status 1: refused."""
-    _print_ranks(found)
-
-
-@command("drain", "eplb drain 3 --reason 'change 4711'; eplb ranks", drain)
-def show_drained(found: dict[str, Any]) -> None:
-    """Move every expert off a rank, so that its loss costs none. Exit status 1: refused."""
-    _print_ranks(found)
-
-
-@command("uncordon", "eplb uncordon 3 --reason 'change 4711 is done'", uncordon)
-def show_uncordoned(found: dict[str, Any]) -> None:
-    """Let a rank take experts again, after cordon or drain. Exit status 1: refused."""
-    _print_ranks(found)
+command("cordon", "eplb cordon 3 --reason 'its GPU throttles'", cordon, show=print_ranks)
+command("drain", "eplb drain 3 --reason 'change 4711'; eplb ranks", drain, show=print_ranks)
+command("uncordon", "eplb uncordon 3 --reason 'change 4711 is done'", uncordon, show=print_ranks)

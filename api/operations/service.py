@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from api.access.keys import Role
-from api.http.problems import PATH, ProblemType, Refused
-from api.operations.declaration import (
-    MAX_ID,
-    OF_KEYS,
-    OF_STORE,
-    V1,
-    Call,
-    Limit,
-    Page,
-    Raw,
-    command,
-    operation,
-)
-from api.operations.printing import listing
+from fastapi import Request, Response
+
+from api.access.audit import AuditEntry
+from api.http.arguments import MAX_ID, Limit, Next
+from api.http.dependencies import Asker, Service, operator, reading
+from api.http.deployments import path_of
+from api.http.document import OF_KEYS, OF_STORE, answered_as, refused_with
+from api.http.problems import ProblemType, Refused
+from api.http.service import AdminService
+from api.metrics.exposition import metrics_text
+from api.operations.commands import command
+from api.terminal.printing import listing
 from eplb import __version__
 from eplb.declared import Meaning, Named
+from eplb.errors import StoreError
 
-if TYPE_CHECKING:
-    from api.access.audit import AuditEntry
-    from api.http.service import AdminService
+health, reads = reading(prefix="", tag="health"), reading()
+audits = reading(operator)  # it names people
 
 LABELS = {one.label: one for one in ProblemType}
 
@@ -38,41 +35,37 @@ class Health:
     status: Literal["ok"] = "ok"
 
 
-@operation("GET /livez")
-async def livez(call: Call) -> Health:
+@health.get("/livez")
+async def livez() -> Health:
     """Is the HTTP service alive? Answers while the process runs."""
     return Health(detail=f"eplb {__version__}")
 
 
-@operation("GET /healthz", problems=OF_KEYS + OF_STORE)
-def healthz(call: Call) -> Health:
+@health.get("/healthz", responses=refused_with(*OF_KEYS, *OF_STORE))
+def healthz(service: Service) -> Health:
     """Does the store answer? Reads one number from the store."""
-    return Health(detail=f"the store answers, at version {call.store.version()}")
+    return Health(detail=f"the store answers, at version {service.store.version()}")
 
 
-@operation(
-    "GET /readyz",
-    problems=(ProblemType.NOT_READY, ProblemType.STORE_UNAVAILABLE),
-)
-async def readyz(call: Call) -> Health:
+@health.get("/readyz", responses=refused_with(ProblemType.NOT_READY, ProblemType.STORE_UNAVAILABLE))
+async def readyz(service: Service) -> Health:
     """Does every rank serve? A run has begun, every rank reports, and steps make progress."""
-    return Health(detail=call.service.readiness())
+    return Health(detail=service.readiness())
 
 
-@operation(
-    "GET /metrics",
-    problems=OF_KEYS + OF_STORE,
-    media_types={"text/plain": {"type": "string"}},
+@health.get(
+    "/metrics",
+    response_class=Response,
+    responses=refused_with(*OF_KEYS, *OF_STORE) | answered_as({"text/plain": {"type": "string"}}),
 )
-def metrics(call: Call) -> Raw:
+def metrics(request: Request, service: Service) -> Response:
     """Figures for Prometheus. At most 130 series of each deployment, whose counters survive a
     restart of the service. A path of one deployment has the series of that deployment alone.
     """
-    from api.metrics.exposition import metrics_text
-
-    is_of_one = getattr(call.request.state, "asked_for", None) is not None
-    chosen = [call.service] if is_of_one else call.request.app.state.deployments.all()
-    return Raw(*metrics_text(one.metrics for one in chosen))
+    is_of_one = getattr(request.state, "asked_for", None) is not None
+    chosen = [service] if is_of_one else request.app.state.deployments.all()
+    content, media_type = metrics_text(one.metrics for one in chosen)
+    return Response(content, media_type=media_type)
 
 
 @dataclass(frozen=True)
@@ -104,21 +97,18 @@ class DeploymentsAnswer:
     deployments: list[DeploymentLine]
 
 
-@operation(f"GET {V1}/deployments")
-def deployments(call: Call) -> DeploymentsAnswer:
+@reads.get("/deployments")
+def deployments(request: Request) -> DeploymentsAnswer:
     """Deployments of the service. With their verdicts. `/deployments/NAME` before a path of the
     service chooses one of them.
     """
-    shown = call.request.app.state.deployments
+    shown = request.app.state.deployments
     lines = [_line(one, is_default=one is shown.own) for one in shown.all()]
     lines += [_unread(name, why, is_default=False) for name, why in shown.unusable().items()]
     return DeploymentsAnswer(lines)
 
 
 def _line(one: AdminService, *, is_default: bool) -> DeploymentLine:
-    from api.http.deployments import path_of
-    from eplb.errors import StoreError
-
     try:
         state = one.reader.reading().state
     except StoreError as exc:
@@ -140,24 +130,26 @@ def _line(one: AdminService, *, is_default: bool) -> DeploymentLine:
 
 
 def _unread(name: str, why: str, *, is_default: bool) -> DeploymentLine:
-    from api.http.deployments import path_of
-
     return DeploymentLine(name, path_of(name), is_default, "blind", why, [why])
 
 
-@command(
-    "deployments",
-    "eplb deployments --service http://127.0.0.1:8765",
-    deployments,
-    is_of_service=True,
-)
 def show_deployments(found: dict[str, Any]) -> None:
-    """List the deployments that a service shows, and how each stands."""
+    """Print deployments, and how each stands."""
     listing(
         found["deployments"],
         "name:deployment verdict num_ranks:ranks generation imbalance movement reason",
         none="no deployments",
     )
+
+
+command(
+    "deployments",
+    "eplb deployments --service http://127.0.0.1:8765",
+    deployments,
+    show=show_deployments,
+    about="List the deployments that a service shows, and how each stands.",
+    is_of_service=True,
+)
 
 
 @dataclass(frozen=True)
@@ -168,33 +160,35 @@ class WhoAnswer:
     role: Literal["viewer", "operator", "admin"]
 
 
-@operation(f"GET {V1}/whoami")
-async def whoami(call: Call) -> WhoAnswer:
+@reads.get("/whoami")
+async def whoami(asker: Asker) -> WhoAnswer:
     """Who asks. Name and role of the key."""
-    return WhoAnswer(call.actor.name, call.actor.role.label)  # type: ignore[arg-type]
+    return WhoAnswer(asker.name, asker.role.label)  # type: ignore[arg-type]
 
 
-@operation(
-    f"GET {V1}/audit",
-    answer="api.access.audit:AuditEntry",
-    page="entries",
-    problems=(ProblemType.NOT_FOUND,),
-    role=Role.OPERATOR,  # it names people
-)
+@dataclass(frozen=True)
+class EntriesPage:
+    """Who changed what, and why."""
+
+    entries: list[AuditEntry]
+    next: Next
+
+
+@audits.get("/audit", responses=refused_with(ProblemType.NOT_FOUND, ProblemType.ROLE_TOO_LOW))
 def audit(
-    call: Call,
+    request: Request,
     before: Annotated[
         int | None, Meaning("only lines before this number; null: all", at_least=1, at_most=MAX_ID)
     ] = None,
     limit: Limit = 100,
-) -> Page[AuditEntry]:
+) -> EntriesPage:
     """Who changed what, and why. Newest first; give `next` as `before` to continue."""
-    kept = call.request.app.state.audit
+    kept = request.app.state.audit
     if kept is None:
         why = "this service keeps no audit, expected one with a state folder"
         raise Refused(ProblemType.NOT_FOUND, why)
     found = kept.page(before, limit)
-    return Page(found, found[-1].number if found and found[-1].number > 1 else None)
+    return EntriesPage(found, found[-1].number if found and found[-1].number > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -212,15 +206,14 @@ class ProblemTypeAnswer:
         return cls(kind.uri, kind.status, kind.title, kind.meaning)
 
 
-@operation(f"GET {PATH}")
-async def problem_types(call: Call) -> list[ProblemTypeAnswer]:
+@reads.get("/problems")
+async def problem_types() -> list[ProblemTypeAnswer]:
     """Types of problems. Every `type` that a refusal may have, by status."""
     return list(map(ProblemTypeAnswer.of, ProblemType))
 
 
-@operation(f"GET {PATH}/{{name}}", problems=(ProblemType.NOT_FOUND,))
+@reads.get("/problems/{name}", responses=refused_with(ProblemType.NOT_FOUND))
 async def problem_type(
-    call: Call,
     name: Annotated[str, Meaning("last part of the type", max_length=100, example="movement-off")],
 ) -> ProblemTypeAnswer:
     """One type of problem. What the `type` of a problem means."""

@@ -6,59 +6,72 @@ Shapes:  T windows, L MoE layers, E experts, R ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from api.http.problems import ProblemType, Refused
-from api.monitor import KEPT_SCORES, KEPT_WINDOWS
-from api.operations.declaration import (
-    MAX_ID,
-    MAX_INDEX,
-    V1,
-    After,
-    Answer,
-    Ask,
-    Before,
-    Call,
-    Limit,
-    Page,
-    Raw,
-    command,
-    header,
-    operation,
+from fastapi import Request, Response
+from pydantic import TypeAdapter
+
+from api.http.answers import (
+    Imbalance,
+    ImbalanceHistory,
+    OpenMigration,
+    PlanAnswer,
+    TransactionLine,
 )
-from api.operations.printing import TIME_OR_AGE, cell, listing, more, time_of
+from api.http.arguments import MAX_ID, MAX_INDEX, After, Before, Limit, Next, page_of
+from api.http.dependencies import Service, reading
+from api.http.document import answered_as
+from api.http.event_stream import EventStream
+from api.http.problems import ProblemType, Refused
+from api.http.service import AdminService
+from api.monitor import KEPT_SCORES, KEPT_WINDOWS
+from api.monitor.anomalies import Anomaly
+from api.monitor.scores import heat_of
+from api.monitor.state import DecisionRecord, Heat, State
+from api.operations.commands import Answer, Ask, command
+from api.terminal.printing import TIME_OR_AGE, cell, listing, more, time_of
 from eplb.clock import duration_text
 from eplb.declared import Meaning
+from telemetry.state.events import Event
 
-if TYPE_CHECKING:
-    from api.http.answers import PlanAnswer
-    from api.monitor.anomalies import Anomaly
-    from api.monitor.state import DecisionRecord
-    from telemetry.state.events import Event
+reads = reading()
 
 LAST_ID = "Last-Event-ID"
-LAST_ID_FORM = {"type": "integer", "minimum": 0, "maximum": MAX_ID}
 
 
-@operation(f"GET {V1}/state", answer="api.monitor.state:State")
-def state(call: Call) -> Raw:
+def once_a_reading(
+    service: AdminService, name: str, of: TypeAdapter[Any], make: Callable[[], Any]
+) -> Response:
+    """Make an answer once for each reading of the store: many clients may ask for it."""
+    reader = service.reader
+    if reader.is_running:
+        made = service.of_reading.get(reader.reading(), name, lambda: of.dump_json(make()))
+    else:  # each look is a reading of its own
+        made = of.dump_json(make())
+    return Response(made, media_type="application/json")
+
+
+STATE, HEAT = TypeAdapter(State), TypeAdapter(Heat)
+IMBALANCE, HISTORY = TypeAdapter(Imbalance), TypeAdapter(ImbalanceHistory)
+
+
+@reads.get("/state", response_model=State)
+def state(service: Service) -> Response:
     """State of the deployment. The verdict and its reasons; ranks, controller, migration,
     decisions, switches.
     """
-    return call.once_a_reading("state", lambda: call.service.reader.reading().state)
+    return once_a_reading(service, "state", STATE, lambda: service.reader.reading().state)
 
 
-@operation(f"GET {V1}/heat", answer="api.monitor.state:Heat")
-def heat(call: Call) -> Raw:
+@reads.get("/heat", response_model=Heat)
+def heat(service: Service) -> Response:
     """Load of ranks and experts by layer. Of the latest window: which ranks and experts of each
     layer get more than their share.
     """
-    from api.monitor.scores import heat_of
-
-    return call.once_a_reading("heat", lambda: heat_of(call.service.reader.reading()))
+    return once_a_reading(service, "heat", HEAT, lambda: heat_of(service.reader.reading()))
 
 
 @dataclass(frozen=True)
@@ -83,16 +96,16 @@ class LoadAnswer:
     rank_load: Annotated[list[list[list[int]]], Meaning("[T, L, R] tokens received by each rank")]
 
 
-@operation(f"GET {V1}/load")
+@reads.get("/load")
 def load(
-    call: Call,
+    service: Service,
     last: Annotated[int, Meaning("number of windows", at_least=1, at_most=KEPT_WINDOWS)] = 1,
 ) -> LoadAnswer:
     """Load windows with their matrices. The latest windows, oldest first, as `tokens` [T, L, E] and
     `rank_load` [T, L, R].
     """
-    call.service.reader.reading()
-    windows = call.service.monitor.windows(last)
+    service.reader.reading()
+    windows = service.monitor.windows(last)
     return LoadAnswer(
         [
             LoadWindow(
@@ -119,23 +132,22 @@ Time = Meaning("seconds since the epoch", at_least=0, at_most=1e11)
 End = Meaning("seconds since the epoch, not included; null: now", at_least=0, at_most=1e11)
 
 
-@operation(f"GET {V1}/imbalance", answer="api.http.answers:Imbalance")
+@reads.get("/imbalance", response_model=Imbalance)
 def imbalance(
-    call: Call,
+    service: Service,
     last: Annotated[
         int, Meaning("number of windows", at_least=1, at_most=KEPT_SCORES)
     ] = KEPT_SCORES,
-) -> Raw:
+) -> Response:
     """Imbalance over time. Measured beside contiguous, window by window, with the rebalances
     between them.
     """
-    from api.http.answers import Imbalance
 
     def make() -> Imbalance:
-        seen = call.service.reader.reading()
+        seen = service.reader.reading()
         return Imbalance(seen.series[-last:], seen.marks)
 
-    return call.once_a_reading(f"imbalance {last}", make)
+    return once_a_reading(service, f"imbalance {last}", IMBALANCE, make)
 
 
 @dataclass(frozen=True)
@@ -151,64 +163,69 @@ class LoadDrift:
     noise: Annotated[float | None, Meaning("the distance that chance alone would show")] = None
 
 
-@operation(f"GET {V1}/drift")
-def drift(call: Call) -> LoadDrift:
+@reads.get("/drift")
+def drift(service: Service) -> LoadDrift:
     """Drift of the load. How far the latest windows are from those that the placement was planned
     on, by layer.
     """
-    seen = call.service.reader.reading()
-    found, generation = call.service.monitor.drift(seen), seen.state.generation
+    seen = service.reader.reading()
+    found, generation = service.monitor.drift(seen), seen.state.generation
     if found is None:
         return LoadDrift(generation)
     return LoadDrift(generation, found.overall, found.per_layer.tolist(), found.noise)
 
 
-@operation(f"GET {V1}/history", answer="api.http.answers:ImbalanceHistory")
+@reads.get("/history", response_model=ImbalanceHistory)
 def history(
-    call: Call,
+    service: Service,
     seconds: Annotated[
         int, Meaning("length of the range, which ends now", at_least=60, at_most=86_400)
     ] = 900,
     points: Annotated[int, Meaning("number of points, about", at_least=10, at_most=2000)] = 400,
-) -> Raw:
+) -> Response:
     """Imbalance by wall-clock time, over all runs. The latest `seconds` in about `points` points;
     marks are restarts, rebalances, switches.
     """
-    from api.http.answers import ImbalanceHistory
 
     def make() -> ImbalanceHistory:
-        until, monitor = call.service.reader.reading().state.time, call.service.monitor
+        until, monitor = service.reader.reading().state.time, service.monitor
         since = until - seconds
         found = monitor.points(since, until, points)
         return ImbalanceHistory(since, until, found, monitor.history_marks(since, until))
 
-    return call.once_a_reading(f"history {seconds} {points}", make)
+    return once_a_reading(service, f"history {seconds} {points}", HISTORY, make)
 
 
-@operation(f"GET {V1}/rebalances", answer="api.monitor.state:DecisionRecord", page="rebalances")
+@dataclass(frozen=True)
+class RebalancesPage:
+    """The latest migrations."""
+
+    rebalances: list[DecisionRecord]
+    next: Next
+
+
+@reads.get("/rebalances")
 def rebalances(
-    call: Call,
+    service: Service,
     limit: Annotated[int, Meaning("most that are returned", at_least=1, at_most=200)] = 20,
     before: Before = None,
-) -> Page[DecisionRecord]:
+) -> RebalancesPage:
     """The latest migrations. Newest first, what each was to bring and brought: give `next` as
     `before` to continue.
     """
-    every = call.service.reader.reading().rebalances
+    every = service.reader.reading().rebalances
     kept = [one for one in every if before is None or (one.plan_id or 0) < before]
-    return Page.of(kept, limit, lambda one: one.plan_id or 0)
+    return RebalancesPage(*page_of(kept, limit, lambda one: one.plan_id or 0))
 
 
-@operation(f"GET {V1}/plan", answer="api.http.answers:PlanAnswer")
-def plan(call: Call) -> PlanAnswer:
+@reads.get("/plan")
+def plan(service: Service) -> PlanAnswer:
     """The open migration and the last decision. With the moves by source, and the reason of the
     decision.
     """
-    from api.http.answers import OpenMigration, PlanAnswer, TransactionLine
-
-    state = call.service.reader.reading().state
+    state = service.reader.reading().state
     last = state.decisions[-1] if state.decisions else None
-    migration, progress = call.store.published(), state.migration
+    migration, progress = service.store.published(), state.migration
     # It may have closed between the two reads: then there is none to show.
     if migration is None or progress is None or migration.plan_id != progress.plan_id:
         return PlanAnswer(None, last)
@@ -220,9 +237,17 @@ def plan(call: Call) -> PlanAnswer:
     return PlanAnswer(OpenMigration(progress, dict(by_source), transactions), last)
 
 
-@operation(f"GET {V1}/events", answer="telemetry.state.events:Event", page="events")
+@dataclass(frozen=True)
+class EventsPage:
+    """Events."""
+
+    events: list[Event]
+    next: Next
+
+
+@reads.get("/events")
 def events(
-    call: Call,
+    service: Service,
     after: After = 0,
     limit: Annotated[int, Meaning("most that are returned", at_least=1, at_most=10_000)] = 1000,
     latest: Annotated[
@@ -233,9 +258,10 @@ def events(
     until: Annotated[float | None, End] = None,
     kind: Kind = None,
     rank: OfRank = None,
-) -> Page[Event]:
+) -> EventsPage:
     """Events. Oldest first: past an id, or the `latest`; give `next` as `after` to continue."""
-    kept = call.store.events_onwards(after) if latest is None else call.store.events_backwards()
+    store = service.store
+    kept = store.events_onwards(after) if latest is None else store.events_backwards()
     wanted = (
         one
         for one in kept
@@ -246,8 +272,8 @@ def events(
     )
     found = list(islice(wanted, latest or limit + 1))
     if latest is not None:
-        return Page(found[::-1], None)
-    return Page.of(found, limit, lambda one: one.id)
+        return EventsPage(found[::-1], None)
+    return EventsPage(*page_of(found, limit, lambda one: one.id))
 
 
 def plan_words(detail: Mapping[str, Any]) -> str:
@@ -277,7 +303,6 @@ def show_events(found: dict[str, Any]) -> None:
     more(found)
 
 
-@command("events", "eplb events --since 2h --kind error --rank 3", show=show_events)
 def ask_for_events(
     ask: Ask,
     last: Annotated[int, Meaning("number of latest events", at_least=1, at_most=1000)] = 20,
@@ -304,6 +329,15 @@ def ask_for_events(
     )
 
 
+command(
+    "events",
+    "eplb events --since 2h --kind error --rank 3",
+    ask_for_events,
+    of=events,
+    show=show_events,
+)
+
+
 # Fields of one event, as a reader of event streams parses them.
 EVENT_TEXTS = {
     "id": "41",
@@ -318,57 +352,80 @@ STREAM_FORM = {
 }
 
 
-@operation(
-    f"GET {V1}/events/stream",
-    headers=(header(LAST_ID, "in place of `after`: a browser that returns", LAST_ID_FORM),),
-    media_types={"text/event-stream": STREAM_FORM},
+@reads.get(
+    "/events/stream",
+    response_class=Response,
+    responses=answered_as({"text/event-stream": STREAM_FORM}),
+    openapi_extra={
+        "parameters": [
+            {
+                "name": LAST_ID,
+                "in": "header",
+                "required": False,
+                "schema": {"type": "integer", "minimum": 0, "maximum": MAX_ID},
+                "description": "in place of `after`: a browser that returns",
+            }
+        ]
+    },
 )
 async def event_stream(
-    call: Call,
+    request: Request,
+    service: Service,
     after: Annotated[
         int | None, Meaning("events past this id; null: from now on", at_least=0, at_most=MAX_ID)
     ] = None,
-) -> Any:
+) -> Response:
     """Events as they happen. Past an id or from now on; the latest 1,000 are kept for clients that
     return. The event `missed` states that older ones came between: read them from `/api/v1/events`.
     """
-    from api.http.event_stream import EventStream
-
-    given = call.request.headers.get(LAST_ID)
+    given = request.headers.get(LAST_ID)
     if given is not None:
         if not (given.isascii() and given.isdigit() and int(given[:20]) <= MAX_ID):
             why = f"{LAST_ID} is {given[:40]!r}, expected a number 0..{MAX_ID}"
             raise Refused(ProblemType.INVALID_REQUEST, why)
         after = int(given)
-    shared = call.request.app.state
-    return EventStream(call.service, after, shared.limits, shared.deployments)
+    shared = request.app.state
+    return EventStream(service, after, shared.limits, shared.deployments)
 
 
-@operation(f"GET {V1}/anomalies", answer="api.monitor.anomalies:Anomaly", page="anomalies")
+@dataclass(frozen=True)
+class AnomaliesPage:
+    """What is wrong, and what was."""
+
+    anomalies: list[Anomaly]
+    next: Next
+
+
+@reads.get("/anomalies")
 def anomalies(
-    call: Call,
+    service: Service,
     state: Annotated[Literal["open", "ended"] | None, Meaning("null: both")] = None,
     before: Annotated[
         int | None, Meaning("only those before this number", at_least=1, at_most=MAX_ID)
     ] = None,
     limit: Limit = 100,
-) -> Page[Anomaly]:
+) -> AnomaliesPage:
     """What is wrong, and what was. Newest first, the latest 1,000 of this service: give `next` as
     `before` to continue.
     """
-    call.service.reader.reading()
+    service.reader.reading()
     is_open = None if state is None else state == "open"
-    return Page(*call.service.monitor.anomalies.page(before, limit, is_open))
+    return AnomaliesPage(*service.monitor.anomalies.page(before, limit, is_open))
 
 
-@command(
+def show_anomalies(found: dict[str, Any]) -> None:
+    """Print what is wrong and what was."""
+    shown = (one | {"until": one["until"] or "now"} for one in found["anomalies"])
+    listing(shown, "id severity kind since until text:what", none="no anomalies")
+
+
+command(
     "anomalies",
     "eplb anomalies --state open; eplb anomalies --last 100 --json",
     anomalies,
+    show=show_anomalies,
+    about="List what is wrong and what was, newest first; of a store, what is wrong now, "
+    "and events.",
     names={"limit": "last"},
     defaults={"limit": 20},
 )
-def show_anomalies(found: dict[str, Any]) -> None:
-    """List what is wrong and what was, newest first; of a store, what is wrong now, and events."""
-    shown = (one | {"until": one["until"] or "now"} for one in found["anomalies"])
-    listing(shown, "id severity kind since until text:what", none="no anomalies")

@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.server import HttpService
 from api.processes.commands import settle
 from benchmarks.controller.loads import drifting

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.deployments import Others
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Plan, Topology, build_migration, plan

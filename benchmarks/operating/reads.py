@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.server import HttpService
 from benchmarks.operating.load import Now, Size, fill
 from telemetry import open_store

@@ -20,11 +20,12 @@ from typing import Any
 
 from typer.main import get_command
 
+from api.app import create_app
 from api.cli.main import COMMANDS, app
-from api.http.app import create_app
-from api.http.problems import ProblemType
-from api.operations.declaration import OF_ALL, OF_CHANGES, OF_KEYS, OF_STORE, V1
-from api.operations.table import OPERATIONS
+from api.http.dependencies import least_role
+from api.http.document import OF_ALL, OF_CHANGES, OF_KEYS, OF_STORE
+from api.http.problems import V1, ProblemType
+from api.operations.table import ROUTES
 from runtime.checkpoints.families import FAMILIES, ExpertLayout
 from telemetry import open_store
 
@@ -224,17 +225,18 @@ def rest_section() -> str:
     document = create_app(open_store("memory:", "documents")).openapi()
     schemas = document["components"]["schemas"]
     rows, keys = [], dict[tuple[str, str, str], None]()
-    for one in OPERATIONS:
-        route = document["paths"][one.path][one.method.lower()]
+    for one in ROUTES:
+        (method,) = one.methods
+        route = document["paths"][one.path][method.lower()]
         named = (known["name"] for known in route.get("parameters", []))
         given = [f"`{name}`" for name in named if f"{{{name}}}" not in one.path]
         if body := route.get("requestBody"):
             name, words = _body(body, schemas, keys)
             given.append("any live setting" if name == "SettingsRequest" else words)
-        role = one.least_role.label if one.path.startswith(V1) else "-"
-        summary = one.summary if one.summary.endswith("?") else f"{one.summary}."
-        meaning = _cell(summary)  # the OpenAPI document has the descriptions
-        rows.append(f"| `{one.route}` | {', '.join(given) or '-'} | {role} | {meaning} |")
+        role = least_role(one).label if one.path.startswith(V1) else "-"
+        summary = route["summary"]
+        meaning = _cell(summary if summary.endswith("?") else f"{summary}.")
+        rows.append(f"| `{method} {one.path}` | {', '.join(given) or '-'} | {role} | {meaning} |")
     head = ["| route | arguments | role | meaning |", "|---|---|---|---|"]
     key_head = ["| key of a body | values | meaning |", "|---|---|---|"]
     key_rows = [f"| `{key}` | {values} | {text} |" for key, values, text in sorted(keys)]

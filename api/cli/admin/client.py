@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ import httpx
 
 from api.access.audit import local_actor
 from api.access.keys import Actor, Role
-from api.cli.store_place import ApiOptions, audit_folder, configured_store, open_existing
+from api.app import create_app
+from api.cli.options import ApiOptions
+from api.cli.store_place import audit_folder, configured_store, open_existing
 from api.http.deployments import path_of
-from api.operations.declaration import Answer, Ask, Operation
+from api.operations.commands import Answer, Ask, route_of
 from eplb.errors import ConfigError, EplbError
 
 IN_SERVICE_S = 10.0  # a service waits for its controller for that time
@@ -40,8 +42,8 @@ class AdminRefused(EplbError):
 def asking(place: ApiOptions, wait_s: float | None = None) -> Iterator[Ask]:
     """Open an API for any number of requests, one at a time.
 
-    The function that this gives takes an operation and its arguments by name; those that are None
-    are not sent. ``if_match`` is the generation that must serve, or the revision that was read.
+    The function that this gives takes that of a route and its arguments by name, of which None is
+    not sent. ``if_match`` is the generation that must serve, or the revision that was read.
 
     Args:
         place: of the API.
@@ -61,24 +63,27 @@ def asking(place: ApiOptions, wait_s: float | None = None) -> Iterator[Ask]:
         runner = stack.enter_context(asyncio.Runner())
         stack.callback(lambda: runner.run(client.aclose()))
 
-        def ask(operation: Operation, *, if_match: int | None = None, **values: Any) -> Answer:
-            of_place: dict[str, dict[str, Any]] = {"path": {}, "query": {}, "body": {}}
-            for name, value in values.items():
-                if value is not None:
-                    of_place[operation.arguments[name].place][name] = value
+        def ask(
+            function: Callable[..., Any], *, if_match: int | None = None, **values: Any
+        ) -> Answer:
+            route = route_of(function)
+            assert route is not None, f"{function.__name__} answers a request"
+            (method,) = route.methods
+            given = {name: value for name, value in values.items() if value is not None}
+            in_path = {one.name: given.pop(one.name) for one in route.dependant.path_params}
             request = client.build_request(
-                operation.method,
-                operation.path.format(**of_place["path"]).lstrip("/"),
-                params=of_place["query"],
+                method,
+                route.path.format(**in_path).lstrip("/"),
+                params=given if method == "GET" else None,
                 headers={} if if_match is None else {"If-Match": f'"{if_match}"'},
-                json=None if operation.method == "GET" else of_place["body"],
+                json=None if method == "GET" else given,
             )
             found = runner.run(_sent(client, request))
             if found.status_code >= 400:
                 problem = _json(found)
                 detail = problem.get("detail", problem) if isinstance(problem, dict) else problem
                 raise AdminRefused(found.status_code, str(detail))
-            body = _json(found) if operation.answer_type is not None else None
+            body = _json(found) if route.response_model is not None else None
             return Answer(found.status_code, body, found.content, found.headers)
 
         yield ask
@@ -115,9 +120,6 @@ def _of_service(place: ApiOptions) -> httpx.AsyncClient:
 
 
 def _of_store(place: ApiOptions, wait_s: float, stack: ExitStack) -> httpx.AsyncClient:
-    # Imported here: it needs the extra "api", and --help does not.
-    from api.http.app import create_app
-
     url, deployment = configured_store(place.store, place.deployment)
     store = stack.enter_context(closing(open_existing(url, deployment)))
     actor = Actor(local_actor(), Role.ADMIN)

@@ -1,4 +1,4 @@
-"""The commands of operators, made from the table of operations.
+"""The commands of operators, made from the declarations of their routes.
 
 Exit status of each: 0, done; 1, the state of the deployment does not allow it; 2, bad input, no
 such service or store, or no permission; 3, the controller had not done it in the time of --wait.
@@ -9,18 +9,25 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from typer.main import get_command_from_info, get_group
 
-from api.cli.options import AsJson, with_options
-from api.cli.store_place import ApiOptions
-from api.operations.declaration import MAX_ID, AdminCommand, Argument, arguments_of, fields_of
-from api.operations.printing import WHY
-from api.operations.table import COMMANDS, GROUPS
-from eplb.declared import Meaning
+from api.cli.options import ApiOptions, AsJson, with_options
+from api.http.arguments import MAX_ID
+from api.http.dependencies import if_generation
+from api.operations.commands import (
+    COMMANDS,
+    AdminCommand,
+    Argument,
+    arguments_of,
+    keys_of,
+    route_of,
+    table_in,
+)
+from api.terminal.printing import WHY
 from eplb.errors import ConfigError
 
 NOT_YET = 3
@@ -33,37 +40,47 @@ IfGeneration = Annotated[
 ]
 
 
-def command_of(words: str) -> Any:
-    """Make a command of the table, or a group of commands (``typer.Typer``).
+def commands_of(first: str, about: str) -> Any:
+    """Make the command of a word, or its group of commands.
 
     Args:
-        words: what is typed after ``eplb``, or its first word for a group.
+        first: the word after ``eplb``; the module that declares its commands is imported.
+        about: the help of a group.
     """
-    if words in GROUPS:
-        group = typer.Typer(no_args_is_help=True)
-        for one in COMMANDS:
-            first, _, name = one.words.partition(" ")
-            if first == words:
-                group.command(name, epilog=f"Example: {one.example}")(_function(one))
-        return group
-    return _function(next(one for one in COMMANDS if one.words == words))
+    app = typer.Typer(no_args_is_help=True)
+    for command in COMMANDS.values():
+        word, _, name = command.words.partition(" ")
+        if word == first:
+            epilog = f"Example: {command.example}"
+            app.command(name or word, epilog=epilog)(command_of(command.words))
+    if first in COMMANDS:
+        return get_command_from_info(
+            app.registered_commands[0],
+            pretty_exceptions_short=app.pretty_exceptions_short,
+            rich_markup_mode=app.rich_markup_mode,
+        )
+    group: Any = get_group(app)
+    group.name, group.help = first, about
+    return group
 
 
-def _function(command: AdminCommand) -> Callable[..., None]:
-    """Make the function of a command, whose parameters are its arguments and options."""
-    operation = command.operation
-    if command.run is not None:
-        arguments = arguments_of(command.run)
-    else:
-        arguments = dict(operation.arguments) if operation is not None else {}
+def command_of(words: str) -> Callable[..., None]:
+    """Make the function of a command, whose parameters are its arguments and options.
+
+    Args:
+        words: what is typed after ``eplb``; the module that declares the command is imported.
+    """
+    command = COMMANDS[words]
+    route, arguments = route_of(command.of), arguments_of(command.function)
+    assert route is not None, f"{words} asks a route"
     options = dict(_options(command, arguments))
     of_place: dict[str, Any] = {
         "json_output": (AsJson, False),
         "place": (ApiOptions, inspect.Parameter.empty),
     }
-    if operation is not None and operation.if_match == "generation":
+    if any(one.call is if_generation for one in route.dependant.dependencies):
         of_place["if_generation"] = (IfGeneration, None)
-    if operation is not None and operation.is_task:
+    if 202 in route.responses:
         of_place["wait_s"] = (Wait, 60.0)
 
     def run(**values: Any) -> None:
@@ -75,7 +92,7 @@ def _function(command: AdminCommand) -> Callable[..., None]:
         inspect.Parameter(name, kind, default=default, annotation=annotation)
         for name, (annotation, default) in (options | of_place).items()
     ]
-    run.__name__, run.__doc__ = command.words.replace(" ", "_"), command.about
+    run.__name__, run.__doc__ = command.words.replace(" ", "_"), command.help
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return with_options(run)
@@ -86,38 +103,30 @@ def _options(
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Annotation and default of each argument or option, by its name in a request."""
     for name, one in arguments.items():
-        base, _ = _base(one.hint)
-        if is_dataclass(base):  # a table of the body: each of its keys is an option
-            yield from _options(command, fields_of(base))
+        if (table := table_in(one.kind)) is not None:  # each of its keys is an option
+            yield from _options(command, keys_of(table))
             continue
-        is_typed = name in command.positional or one.place == "path"
+        is_typed = name in command.positional or one.is_of_path
         spelled = None if is_typed else command.names.get(name, name)
-        default = WHY if name == "reason" else one.default
-        yield name, _option(one.hint, command.defaults.get(name, default), spelled)
+        default = command.defaults.get(name, WHY if name == "reason" else one.default)
+        yield name, _option(one._replace(default=default), spelled)
 
 
 def _nested(arguments: Mapping[str, Argument], given: dict[str, Any]) -> dict[str, Any]:
     """Put options that are keys of a table of the body into that table."""
     for name, one in arguments.items():
-        base, _ = _base(one.hint)
-        if is_dataclass(base):
-            limits = {key: given.pop(key) for key in fields_of(base)}
+        if (table := table_in(one.kind)) is not None:
+            limits = {key: given.pop(key) for key in keys_of(table)}
             limits = {key: value for key, value in limits.items() if value is not None}
             given |= {name: limits} if limits else {}
     return given
 
 
-def _base(hint: Any) -> tuple[Any, Meaning]:
-    """The type of an argument without None, and its meaning."""
-    base, meaning, *_ = get_args(hint)
+def _option(argument: Argument, spelled: str | None) -> tuple[Any, Any]:
+    """Give typer an argument (``spelled`` is None) or an option."""
+    base, meaning, default = argument.kind, argument.meaning, argument.default
     if get_origin(base) is UnionType:
         (base,) = (part for part in get_args(base) if part is not NoneType)
-    return base, meaning
-
-
-def _option(hint: Any, default: Any, spelled: str | None) -> tuple[Any, Any]:
-    """Give typer an argument (``spelled`` is None) or an option."""
-    base, meaning = _base(hint)
     about = meaning.text.replace("null:", "without:")  # an option is left out in place of null
     if get_origin(base) is Literal:  # the API checks it, and names those that it knows
         about, base = f"{', '.join(get_args(base))}; {about}", str
@@ -157,10 +166,10 @@ def _run(
     if command.is_of_service and place.url is None:
         raise ConfigError("found no --service, expected one; eplb store list has those of a store")
     with asking(place, wait_s) as ask:
-        if command.run is not None:
-            answer = command.run(ask, **given)
+        if command.is_of_route:
+            answer = ask(command.function, **given, if_match=if_generation)
         else:
-            answer = ask(command.operation, **given, if_match=if_generation)
+            answer = command.function(ask, **given)
     if json_output:
         typer.echo(json.dumps(answer.body, indent=1))
     elif answer.status == 202:

@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from api.access.audit import Audit, local_actor
-from api.cli.main import app
-from api.http.app import create_app
-from api.operations.plans import show_rebalance
-from api.operations.table import COMMANDS, GROUPS
+from api.app import create_app
+from api.cli.main import PLACES, app
+from api.operations.commands import COMMANDS
+from api.operations.plans import show_task
 from telemetry import open_store
 from telemetry.state.events import MEMBERSHIP, Outage
 from telemetry.state.live import Control
@@ -232,11 +232,19 @@ def test_list_of_commands_loads_neither_torch_nor_fastapi_nor_a_compiler() -> No
     assert done.stdout.rstrip().endswith("[]")
 
 
-def test_every_command_of_the_table_has_a_function_and_an_example() -> None:
+def test_every_command_of_the_admin_api_is_in_the_table_and_has_an_example() -> None:
     known = {words.removeprefix("eplb "): command for words, command in commands().items()}
 
-    assert all(f"eplb {one.words}" in str(known[one.words].epilog) for one in COMMANDS)
-    assert {one.words.split()[0] for one in COMMANDS if " " in one.words} == GROUPS.keys()
+    assert COMMANDS
+    assert all(f"eplb {words}" in str(known[words].epilog) for words in COMMANDS)
+
+
+def test_list_of_commands_has_the_first_sentence_of_the_help_of_each() -> None:
+    helps = {words.split()[1]: command.help or "" for words, command in commands().items()}
+    groups = {words.split()[1] for words in commands() if len(words.split()) > 2}
+
+    for name in PLACES.keys() - groups:
+        assert " ".join(helps[name].split()).startswith(PLACES[name].help), name
 
 
 def test_configuration_is_read_beside_the_variable_of_a_service(
@@ -265,7 +273,7 @@ def test_configuration_is_read_beside_the_variable_of_a_service(
 def test_answer_to_a_rebalance_ends_with_what_came_of_it(
     result: dict[str, Any], last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show_rebalance.show({"id": 3, "kind": "rebalance", "result": result})
+    show_task({"id": 3, "kind": "rebalance", "result": result})
 
     *_, row, ending = capsys.readouterr().out.splitlines()
     assert row.split()[1] == result["decision"]

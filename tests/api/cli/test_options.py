@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from api.cli.config import named_settings
 from api.cli.main import app
 from api.cli.simulator.options import replayed
-from api.operations.printing import listing, numbers, time_of
 from api.operations.watching import show_events
+from api.terminal.printing import listing, numbers, time_of
 from api.terminal.progress import progress
 from eplb.core.load import as_history
 from eplb.errors import ConfigError

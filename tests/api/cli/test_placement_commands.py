@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from api.app import create_app
 from api.cli.main import app
-from api.http.app import create_app
 from api.http.server import HttpService
 from eplb import ModelShape, Placement, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict

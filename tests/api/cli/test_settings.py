@@ -2,12 +2,13 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from api.config.tree import Settings, load
-from api.operations.table import OPERATIONS
+from api.operations.commands import arguments_of
+from api.operations.table import ROUTES
 from eplb.declared import without_none
 from eplb.errors import ConfigError
 from telemetry.state.redis_address import Limits, parse_address
@@ -140,12 +141,10 @@ def test_missing_file_and_a_broken_file_are_refused(tmp_path: Path) -> None:
 
 def test_every_number_that_a_user_can_set_has_an_upper_bound() -> None:
     numbers = {one.path: one.about for one in Settings.known.values() if one.kind in (int, float)}
-    # The body of one operation has the live settings.
-    for operation in (one for one in OPERATIONS if one.body is None):
-        for name, argument in operation.arguments.items():
-            kind, *meanings = get_args(argument.hint)
-            if without_none(kind)[0] in (int, float):
-                numbers[f"{operation.name} {name}"] = meanings[0]
+    for route in ROUTES:
+        for name, argument in arguments_of(route.endpoint).items():
+            if without_none(argument.kind)[0] in (int, float):
+                numbers[f"{route.name} {name}"] = argument.meaning
 
     assert {"explanation layer", "planner.pay_back_s", "events limit"} <= numbers.keys()
     assert [name for name, one in numbers.items() if one.at_most is None] == []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.problems import ProblemType
 from tests.support.http import client_of, problem_of
 from tests.support.stores import MemoryStore

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from api.access.audit import Audit
 from api.access.keys import AccessKeys
+from api.app import create_app
 from api.cli.main import app as commands
 from api.http import deployments
-from api.http.app import create_app
 from api.http.deployments import Others
 from api.http.problems import ProblemType
 from eplb.errors import StoreError

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.guard import DEFAULT_LIMITS
 from api.http.problems import ProblemType
 from api.http.server import HttpService

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from api.app import create_app
 from api.config.live import live_settings
-from api.http.app import create_app
 from api.http.problems import ProblemType
 from api.http.refusals import OF_REFUSAL
 from eplb import build_migration

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.guard import DEFAULT_LIMITS, HttpLimits
 from api.http.problems import ProblemType
 from api.http.server import HttpService
@@ -158,7 +158,7 @@ def test_body_of_a_request_without_the_token_is_not_awaited(store: SlowStore) ->
 
 
 @pytest.mark.parametrize("service", [replace(LIMITS, max_connections=4)], indirect=True)
-def test_silent_connections_beyond_the_limit_are_closed_and_others_are_answered(
+def test_silent_connection_beyond_the_limit_is_closed_and_others_answered(
     service: HttpService,
 ) -> None:
     with ExitStack() as stack:
@@ -238,7 +238,7 @@ def test_requests_too_many_are_refused_and_the_probe_of_life_is_answered(
     ids=["nothing", "half a header", "half a body"],
 )
 @pytest.mark.parametrize("service", [replace(LIMITS, request_deadline_s=0.1)], indirect=True)
-def test_request_that_does_not_arrive_in_time_is_closed_one_without_its_body_answered(
+def test_request_that_is_late_is_closed_and_one_without_its_body_answered(
     service: HttpService, sent: bytes, status: bytes
 ) -> None:
     with connect(service, sent) as opened:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.guard import DEFAULT_LIMITS
 from telemetry import open_store
 from telemetry.state.runs import REPORT_EVERY_S

@@ -1,92 +1,89 @@
-"""The table of operations: what every declaration has, and what its import loads."""
+"""Routes and commands: what every declaration has, and what the document says of it."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import is_dataclass
-from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
-
 import pytest
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
-from api.http.app import create_app
-from api.operations.declaration import Operation, arguments_of, fields_of
-from api.operations.table import COMMANDS, OPERATIONS
-from eplb.declared import Meaning
-from tests.support.repository import ROOT
+from api.app import create_app
+from api.http.dependencies import if_known_revision
+from api.operations.commands import COMMANDS, Argument, arguments_of, keys_of, table_in
+from api.operations.live_settings import SettingsRequest
+from api.operations.table import ROUTES
+from eplb.declared import without_none
 from tests.support.stores import MemoryStore
 
-NUMBERS = (int, float, int | None, float | None)
-LIBRARIES = {"fastapi", "httpx", "numba", "numpy", "pydantic", "redis", "starlette", "torch"}
+
+def headers_of(route: APIRoute) -> list[str]:
+    """Headers that dependencies of a route read."""
+    return [one.name for of in route.dependant.dependencies for one in of.header_params]
 
 
-def arguments() -> dict[str, Any]:
-    """Every argument of an operation or command, with its type; tables of bodies opened."""
-    found = dict[str, Any]()
-    opened = [(one.name, one.arguments) for one in OPERATIONS if one.body is None]
-    opened += [(one.words, arguments_of(one.run)) for one in COMMANDS if one.run is not None]
-    while opened:
-        of, named = opened.pop()
-        for name, one in named.items():
-            found[f"{of}: {name}"] = one.hint
-            tables = [part for part in parts_of(one.hint) if is_dataclass(part)]
-            opened += [(f"{of}: {name}", fields_of(table)) for table in tables]
+def arguments() -> dict[str, Argument]:
+    """Every argument of a route or command; tables of bodies opened."""
+    found = dict[str, Argument]()
+    functions = [route.endpoint for route in ROUTES]
+    functions += [one.function for one in COMMANDS.values() if not one.is_of_route]
+    for function in functions:
+        for name, one in arguments_of(function).items():
+            found[f"{function.__name__}: {name}"] = one
+            if (table := table_in(one.kind)) is not None:
+                found |= {f"{function.__name__}: {name}.{k}": v for k, v in keys_of(table).items()}
     return found
 
 
-def parts_of(hint: Any) -> set[Any]:
-    """The types that a type is made of."""
-    if get_origin(hint) in (Annotated, UnionType, list):
-        return set().union(*map(parts_of, get_args(hint)))
-    return {hint} if isinstance(hint, type) else set()
+@pytest.mark.parametrize(("name", "argument"), arguments().items())
+def test_argument_has_a_meaning_and_a_number_has_an_upper_bound(
+    name: str, argument: Argument
+) -> None:
+    kind, _ = without_none(argument.kind)
+
+    assert argument.meaning.text
+    assert kind not in (int, float) or argument.meaning.at_most is not None
 
 
-@pytest.mark.parametrize(("name", "hint"), arguments().items())
-def test_argument_has_a_meaning_and_a_number_has_an_upper_bound(name: str, hint: Any) -> None:
-    assert get_origin(hint) is Annotated, f"{name} has no meaning"
-    base, meaning, *_ = get_args(hint)
-    assert isinstance(meaning, Meaning)
-    assert meaning.text
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_parameter_of_a_route_is_an_argument_with_a_meaning(
+    route: APIRoute,
+) -> None:
+    dependant = route.dependant
+    expected = {one.name for one in (*dependant.path_params, *dependant.query_params)}
+    for body in dependant.body_params:
+        model: type[BaseModel] = body.field_info.annotation  # type: ignore[assignment]
+        expected |= set() if model is SettingsRequest else set(model.model_fields)
 
-    assert base not in NUMBERS or meaning.at_most is not None
-
-
-def test_table_of_operations_is_imported_without_any_library() -> None:
-    code = "import sys, api.operations.table; print(*{n.partition('.')[0] for n in sys.modules})"
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-
-    assert LIBRARIES & set(done.stdout.split()) == set()
+    assert expected == arguments_of(route.endpoint).keys()
 
 
 def test_document_has_each_operation_with_its_own_id_and_description() -> None:
     document = create_app(MemoryStore("d")).openapi()
     found = {
-        f"{method.upper()} {path}": operation
+        (method.upper(), path): operation
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
     }
 
-    assert found.keys() == {one.route for one in OPERATIONS}
-    assert len({one["operationId"] for one in found.values()}) == len(OPERATIONS)
-    assert all(one["description"] for one in found.values())
+    assert found.keys() == {(method, one.path) for one in ROUTES for method in one.methods}
+    assert len({one["operationId"] for one in found.values()}) == len(ROUTES)
+    assert all(one["summary"] and one["description"] for one in found.values())
 
 
-@pytest.mark.parametrize("operation", [one for one in OPERATIONS if one.if_match])
-def test_operation_with_a_precondition_documents_its_header_and_refusal(
-    operation: Operation,
-) -> None:
+@pytest.mark.parametrize(
+    "route",
+    [one for one in ROUTES if "if_match" in headers_of(one)],
+)
+def test_operation_with_a_precondition_documents_its_header_and_refusal(route: APIRoute) -> None:
     document = create_app(MemoryStore("d")).openapi()
-    route = document["paths"][operation.path][operation.method.lower()]
-    (header,) = [one for one in route["parameters"] if one["in"] == "header"]
+    (method,) = route.methods
+    documented = document["paths"][route.path][method.lower()]
+    (header,) = [one for one in documented["parameters"] if one["in"] == "header"]
+    is_required = any(one.call is if_known_revision for one in route.dependant.dependencies)
 
     assert header["name"] == "if-match"
-    assert header["required"] is (operation.if_match == "known revision")
-    assert "412" in route["responses"]
-    assert ("428" in route["responses"]) is (operation.if_match == "known revision")
+    assert header["required"] is is_required
+    assert "412" in documented["responses"]
+    assert ("428" in documented["responses"]) is is_required
 
 
 def test_document_says_how_a_request_proves_its_key() -> None:

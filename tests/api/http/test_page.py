@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from api.http.app import STATIC, create_app
+from api.app import STATIC, create_app
 from api.http.deployments import Others
 from api.monitor.anomalies import EventAnomaly
 from api.monitor.state import FindingKind

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.problems import ProblemType
 from api.http.refusals import BLANK, OF_REFUSAL
 from eplb import Placement

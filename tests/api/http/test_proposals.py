@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.problems import ProblemType
 from eplb.core.placement import Placement
 from telemetry import open_store

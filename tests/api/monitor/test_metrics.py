@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
 import threading
@@ -18,8 +17,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.http.app import create_app
-from api.http.routes import answer_in_process
+from api.app import create_app
 from api.http.service import AdminService
 from api.metrics.definitions import Level, ServiceFigures
 from api.metrics.exposition import metric_families, metrics_text
@@ -28,6 +26,7 @@ from api.monitor.history import History
 from api.monitor.monitor import Monitor
 from api.monitor.reader import BackgroundReader
 from api.operations import watching
+from api.operations.table import answer_in_process
 from api.processes.supervision import ProcessState, ProcessView, SupervisionView
 from eplb import LoadSample, ModelShape, Placement, Topology, __version__, build_migration
 from eplb.decision.pace import PaceChange, StepTimes
@@ -311,8 +310,8 @@ def test_drift_is_measured_from_the_load_that_was_planned_on(store: StateStore) 
 
     assert before[("all",)] < 0.1
     assert after[("worst_layer",)] > after[("all",)] > 0.3
-    answer = json.loads(answer_in_process(AdminService(store), watching.drift))
-    shown = answer["generation"], answer["overall"], max(answer["layers"])
+    answer = answer_in_process(AdminService(store), watching.drift)
+    shown = answer.generation, answer.overall, max(answer.layers)
     assert shown == (2, after[("all",)], after[("worst_layer",)])
 
 

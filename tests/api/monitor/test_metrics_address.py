@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from api.access.keys import AccessKeys
-from api.http.app import create_app, create_metrics_app
+from api.app import create_app, create_metrics_app
 from benchmarks.operating.prometheus_server import PROMETHEUS, Prometheus
 from eplb.errors import ConfigError
 from runtime.checkpoints.checkpoint import Checkpoint

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 
-from api.http.app import create_app
+from api.app import create_app
 from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement

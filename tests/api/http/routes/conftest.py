@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from telemetry import open_store
 from telemetry.state.store import StateStore
 from tests.support.controlled_deployment import SKEWED, START, Deployment, planned_by_request

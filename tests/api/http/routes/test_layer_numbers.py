@@ -11,8 +11,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from api.app import create_app
 from api.cli.main import app
-from api.http.app import create_app
 from eplb.core.model import ModelShape
 from tests.support.controlled_deployment import Deployment, planned_by_request
 from tests.support.http import HttpService, serving

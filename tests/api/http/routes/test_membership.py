@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from api.app import create_app
 from api.cli.main import app
-from api.http.app import create_app
 from api.http.problems import ProblemType
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
+from api.app import create_app
 from api.cli.main import app
-from api.http.app import create_app
 from api.http.problems import ProblemType
 from telemetry.state.live import Control
 from tests.support.controlled_deployment import TOPOLOGY, Deployment

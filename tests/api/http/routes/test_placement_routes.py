@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from api.http.app import create_app
+from api.app import create_app
 from api.http.problems import ProblemType
 from eplb import ModelShape, Placement
 from telemetry.formats.table import read_placement

@@ -10,8 +10,8 @@ import httpx
 from typer.testing import CliRunner
 
 from api.access.audit import Audit
+from api.app import create_app
 from api.cli.main import app
-from api.http.app import create_app
 from api.http.problems import ProblemType
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement

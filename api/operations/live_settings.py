@@ -9,12 +9,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from fastapi import Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from api.config.live import LiveSetting, live_settings, settings_in
+from api.http.arguments import Policy, Reason
+from api.http.dependencies import (
+    KnownRevision,
+    Live,
+    Service,
+    admin,
+    audited,
+    changing,
+    reading,
+    tag_with,
+)
+from api.http.document import refused_with
 from api.http.problems import ProblemType, Refused
-from api.operations.declaration import Policy, Reason
+from eplb.declared import Meaning
 from telemetry.state.live import LiveState
+
+
+@dataclass(frozen=True)
+class LiveAnswer:
+    """Entries of a live setting that is a list; the revision is also the entity tag."""
+
+    revision: Annotated[int, Meaning("revision of the live settings, of which these are one")]
+    unmet: Annotated[list[str], Meaning("reasons why plans of the current run leave an entry out")]
+    time: Annotated[
+        float | None, Meaning("time of the latest change; null: the configuration applies")
+    ]
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -88,3 +113,26 @@ def changes_in(body: _SettingsBody) -> dict[str, Any]:
         if value is not None and (check := live_settings()[name].about.check) is not None:
             check(value)
     return changes
+
+
+reads, acts = reading(), changing(admin, audited)
+
+
+@reads.get("/settings")
+def settings(service: Service, response: Response) -> SettingsAnswer:
+    """Live settings. Each value, its source and its revision; the `ETag` is for `PATCH`."""
+    state = service.store.live()
+    tag_with(response, state.revision)
+    return settings_answer(state)
+
+
+@acts.patch(
+    "/settings",
+    responses=refused_with(ProblemType.SETTINGS_CHANGED, ProblemType.PRECONDITION_REQUIRED),
+)
+def change_settings(live: Live, revision: KnownRevision, body: SettingsRequest) -> SettingsAnswer:  # type: ignore[valid-type]
+    """Change live settings. At the revision in `If-Match`. Those that are not named stay; null
+    removes a live value.
+    """
+    changes = changes_in(body)
+    return settings_answer(live.make(changes, expected=revision, reason=body.reason))

@@ -15,7 +15,6 @@ import base64
 import binascii
 import hmac
 import logging
-import re
 import time
 from collections import OrderedDict, deque
 from pathlib import Path
@@ -28,7 +27,6 @@ from api.access.keys import AccessKeys, Actor, Role
 from api.http.guard import SAFE_METHODS
 from api.http.problems import ProblemType
 from api.http.refusals import problem
-from api.operations.table import OPERATIONS
 from eplb.clock import Clock
 from eplb.errors import ConfigError
 
@@ -36,13 +34,6 @@ OPEN = frozenset({"/livez", "/readyz"})  # an orchestrator's probes have no toke
 CHALLENGE = 'Basic realm="eplb: any name, the key or token as password", charset="UTF-8"'
 OF_TOKEN = Actor("the deployment's token", Role.ADMIN)
 OF_HOST = Actor("a user of this host", Role.ADMIN)
-
-# Roles of operations that need another role than viewer to read, or operator to change.
-LEAST_ROLES = [
-    (one.method, re.compile(re.sub(r"{\w+}", "[^/]+", one.path)), one.role)
-    for one in OPERATIONS
-    if one.role is not None
-]
 
 FAILURES, FAILURES_S = 10, 60.0  # failed logins of one address within a minute, then 429
 ADDRESSES = 1024  # kept at most
@@ -73,7 +64,7 @@ class FailedLogins:
 
 
 class Authentication:
-    """ASGI middleware: refuses a request by its key and role, before its body is read.
+    """ASGI middleware: refuses a request by its key, before its body is read.
 
     The actor of a request that goes on is in ``scope["state"]["actor"]``.
 
@@ -111,12 +102,6 @@ class Authentication:
         if actor is None:
             await self._unknown(scope)(scope, receive, send)
             return
-        needed = role_for(scope["method"], scope["path"])
-        if actor.role < needed:
-            detail = f"the key {actor.name!r} has the role {actor.role.label}, "
-            detail += f"expected {needed.label}"
-            await problem(ProblemType.ROLE_TOO_LOW, detail)(scope, receive, send)
-            return
         scope.setdefault("state", {})["actor"] = actor
         await self._app(scope, receive, send)
 
@@ -152,15 +137,6 @@ class Authentication:
             "(Authorization: Bearer, or Basic; of a command: EPLB_KEY)"
         )
         return problem(ProblemType.NOT_AUTHENTICATED, detail, {"WWW-Authenticate": CHALLENGE})
-
-
-def role_for(method: str, path: str) -> Role:
-    """Return the least role that may send a request."""
-    asked = "GET" if method in SAFE_METHODS else method
-    for of_method, form, role in LEAST_ROLES:
-        if of_method == asked and form.fullmatch(path):
-            return role
-    return Role.VIEWER if asked == "GET" else Role.OPERATOR
 
 
 def client_address(scope: Scope) -> str:

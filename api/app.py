@@ -11,6 +11,7 @@ Queries read the store, and requests are written to it. Access checks and limits
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -18,29 +19,29 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 from api.access.audit import Audit
-from api.access.authentication import Authentication
-from api.access.changes import Changes
 from api.access.keys import Actor
+from api.http.authentication import Authentication
+from api.http.dependencies import KeptAnswers
 from api.http.deployments import PREFIX, DeploymentLookup, Deployments, Others, Prefix
+from api.http.document import correct_document
 from api.http.guard import DEFAULT_LIMITS, Guard, HttpLimits, check_request
 from api.http.refusals import report_problems
-from api.http.routes import add_operations, correct_document
 from api.http.service import AdminService
 from api.metrics.definitions import Level
+from api.operations.commands import route_of
 from api.operations.service import metrics
-from api.operations.table import OPERATIONS
+from api.operations.table import ROUTES
 from api.processes.supervision import SupervisionView
 from eplb import __version__
 from telemetry.state.store import StateStore
 
 TITLE = "EPLB admin API"
-STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "http" / "static"
 SERVERS: list[dict[str, Any]] = [
     {"url": "/", "description": "the service's own deployment"},
     {
@@ -104,16 +105,16 @@ def create_app(
     app = _bare_app(TITLE, running)
     app.state.deployments, app.state.limits = deployments, limits
     app.state.streams = deployments
-    app.state.audit = audit
-    app.add_middleware(Changes, audit=audit)
+    app.state.audit, app.state.clock = audit, time.time
+    app.state.kept_answers = KeptAnswers()
     app.add_middleware(DeploymentLookup, deployments=deployments)
     _add_checks(app, token, state_dir, actor)
     app.add_middleware(Prefix)
-    app.router.routes.extend(_routes().routes)
+    app.router.routes.extend(ROUTES)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_api_route("/", _page, include_in_schema=False)
     app.add_api_route("/api/v1/openapi.json", _document, include_in_schema=False)
-    app.openapi = _routes().openapi  # type: ignore[method-assign]
+    app.openapi = _document  # type: ignore[method-assign]
     return app
 
 
@@ -134,8 +135,9 @@ def create_metrics_app(
     app.state.deployments, app.state.limits = deployments, METRICS_LIMITS
     app.state.streams = None
     _add_checks(app, token, state_dir)
-    add_operations(app, [metrics])
-    app.openapi()  # makes its routes now, and not at the first request
+    route = route_of(metrics)
+    assert route is not None, "the admin API has it"
+    app.router.routes.append(route)
     return app
 
 
@@ -155,35 +157,27 @@ def _bare_app(
         # To a path with another slash at its end: it would lead a change to another deployment.
         redirect_slashes=False,
     )
-    report_problems(app, RequestValidationError)
+    report_problems(app)
     return app
 
 
 @cache
-def _routes() -> FastAPI:
-    """An application with all routes of the admin API and their document.
-
-    Both are code, and making them takes 0.3 s: every application of a process shares them. FastAPI
-    alone would make them at the first request, on the event loop.
-    """
+def _document() -> dict[str, Any]:
+    """The OpenAPI document, which all applications of a process share."""
     app = _bare_app(TITLE)
     app.servers = SERVERS
-    add_operations(app, OPERATIONS)
-    correct_document(app.openapi())
-    return app
+    app.router.routes.extend(ROUTES)
+    document = app.openapi()
+    correct_document(document)
+    return document
 
 
 def _add_checks(
     app: FastAPI, token: str | None, state_dir: Path | None, actor: Actor | None = None
 ) -> None:
-    # The last is the outermost: a stranger's body is not read, and what is refused is no change.
+    # The last is the outermost: a stranger's body is not read.
     app.add_middleware(Guard, limits=app.state.limits, any_host=token is not None)
     app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
-
-
-async def _document(request: Request) -> dict[str, Any]:
-    app: FastAPI = request.app
-    return app.openapi()
 
 
 def _page() -> FileResponse:

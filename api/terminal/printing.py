@@ -1,13 +1,15 @@
-"""How commands print answers, and read times and numbers. Imports of libraries are late."""
+"""How commands print answers, and read times and numbers."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
+
+from api.terminal.printable import print_table, printable
+from eplb.errors import ConfigError
 
 WHY = "from the command line"  # default reason of a change by a command
 TIME_OR_AGE = "2026-03-01T12:00 or, of today, 12:00 (UTC), or an age as 90m, 12h or 7d"
@@ -26,8 +28,6 @@ def listing(items: Iterable[dict[str, Any]], columns: str, none: str) -> None:
         columns: names of fields, the last one of text; ``plan_id:plan`` has another heading.
         none: is printed for an empty list.
     """
-    from api.terminal.printable import print_table
-
     fields = [column.partition(":") for column in columns.split()]
     rows = [[cell(name, one.get(name)) for name, _, _ in fields] for one in items]
     if not rows:
@@ -46,22 +46,8 @@ def cell(name: str, value: Any) -> Any:
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
-def words(values: Mapping[str, Any]) -> str:
-    """Give values with their names, without those that are not known."""
-    known = {name: value for name, value in values.items() if value is not None}
-    return ", ".join(f"{name} {json.dumps(value)}" for name, value in known.items())
-
-
-def changed(names: Iterable[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Give values that a change has set, before and after it."""
-    pairs = ((name, before.get(name), after.get(name)) for name in names)
-    return ", ".join(f"{name} {json.dumps(old)} -> {json.dumps(new)}" for name, old, new in pairs)
-
-
 def line(*texts: str) -> None:
     """Print untrusted texts, each on a line."""
-    from api.terminal.printable import printable
-
     for text in texts:
         print(printable(text))
 
@@ -83,8 +69,6 @@ def time_of(option: str, text: str) -> float:
     Raises:
         ConfigError: it is neither, before 1970, or in the future.
     """
-    from eplb.errors import ConfigError
-
     now, age = time.time(), re.fullmatch(r"(\d{1,12})([smhd])", text)
     try:
         if age:
@@ -108,8 +92,6 @@ def numbers(option: str, text: str, least: int = 1, most: int = 65_536) -> tuple
     Raises:
         ConfigError: anything else, or a number out of range.
     """
-    from eplb.errors import ConfigError
-
     try:
         # int() alone takes 1_0 as 10.
         found = tuple(dict.fromkeys(int(part.replace("_", "?")) for part in text.split(",")))

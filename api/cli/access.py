@@ -13,8 +13,8 @@ from api.access.audit import START, Audit, BrokenChain, local_actor, noting
 from api.access.keys import AccessKeys
 from api.cli.config import Configured
 from api.cli.options import AsJson, with_options
-from api.operations.printing import at
 from api.terminal.printable import printable
+from api.terminal.printing import at
 
 keys = typer.Typer(no_args_is_help=True)
 
