@@ -417,9 +417,6 @@ def read_asked(body: bytes) -> dict[str, Any]:
     try:
         asked = json.loads(body, parse_constant=constants.append)
         json.dumps(asked, ensure_ascii=False).encode()
-    except RecursionError as exc:
-        why = "the body is nested too deep, expected a few levels"
-        raise Refused(ProblemType.INVALID_REQUEST, why) from exc
     except UnicodeEncodeError as exc:
         why = "the body has half of a surrogate pair, expected Unicode text"
         raise Refused(ProblemType.INVALID_REQUEST, why) from exc
