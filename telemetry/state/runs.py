@@ -173,8 +173,8 @@ class RunsPart(Part):
         """
 
         def decision(change: Change) -> None:
-            groups = change.unreadable.readable(change.scan(GROUPS), text_of, "group")
-            known = dict(groups)
+            stored = change.scan(GROUPS)
+            known = dict(change.unreadable.readable(stored, text_of, "group"))
             for name, its in known.items():
                 if its == engine and name not in groups:
                     change.delete(GROUPS, name)
