@@ -23,7 +23,7 @@ FOUND_BY = {
     "digest not checked": 198,
     "applied when ordered": 68,
     "skipped when prepared": 1,
-    "not drained": 265,
+    "not drained": 421,
     "not rolled forward": 94,
 }
 RARE = ("adopted early",)  # takes thousands of schedules to be found
