@@ -250,7 +250,8 @@ def _check_axes(
             "column of totals, expected experts alone, or --experts with the model's number"
         )
     steps = np.diff(kept, axis=2)
-    if not is_stated and steps.shape[2] > 4 and totals.size > 1 and (steps >= 0).all():
+    is_rising = bool(steps.any()) and bool((steps >= 0).all())
+    if not is_stated and steps.shape[2] > 4 and totals.size > 1 and is_rising:
         raise ConfigError(
             "no count falls from expert to expert in any layer: cumulative buckets, expected "
             "counts by expert, or --experts with the model's number"
