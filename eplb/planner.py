@@ -143,7 +143,8 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     if is_searched and sum_serves(problem):
         problem = replace(problem, on_sum=True)
     proposed, curve = _proposed(problem, policy, serving, forced)
-    if policy == "auto" and (current is not None or problem.dispatch.by_rank):
+    is_compared = current is not None or problem.dispatch.by_rank or problem.on_sum
+    if policy == "auto" and is_compared:
         proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
     assert not illegal_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = violations[min(violations)] if violations else None
@@ -277,7 +278,8 @@ def _with_easy_layers(
     Only layers in which such a plan could be worth its moves are planned again. Plans are compared
     as a whole where layers depend on each other: within a limit on moves, and under SGLang's rule,
     whose draws continue from layer to layer. A fresh plan is compared with greedy under rules by
-    rank; elsewhere its search starts from greedy.
+    rank, and where the sum is searched, which the windows then score; elsewhere its search starts
+    from greedy.
     """
     is_chained = problem.dispatch is DispatchRule.SGLANG_STATIC
     for policy in EASY if problem.current is not None else EASY[:1]:

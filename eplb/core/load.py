@@ -247,7 +247,8 @@ def second_reading(values: NDArray[Any]) -> str:
     if values.dtype.kind == "f" and not (values == np.floor(values)).all():
         is_probability = len(values) > 1 and (np.abs(totals - 1.0) < 1e-2).all()
         return "has rows that sum to 1: probabilities of tokens" if is_probability else ""
-    if values.size >= FEWEST_FLAGS and values.max() == 1 and np.ptp(totals) == 0:
+    has_flags = values.size >= FEWEST_FLAGS and values.min() == 0 and values.max() == 1
+    if has_flags and np.ptp(totals) == 0:
         return "is 0 and 1 alone, as many in each row: experts of tokens"
     steps = np.diff(values.astype(np.float64), axis=0)
     if len(steps) > 2 and values[0].size > 2 and steps.any() and (steps >= 0).all():

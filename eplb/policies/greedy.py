@@ -40,6 +40,7 @@ REFINED = 1.0005
 RISK = 0.67  # standard deviations over windows that count for replicas: the upper quartile
 STUCK = 1.002  # a layer that ends above its bound by this factor is perturbed
 FINEST_TIME_GAIN = 1e-4
+FEWEST_JUDGED = 4  # blocks of windows: a half of one window is its sum, and shows nothing
 SAMPLED = 16  # layers, at most, of which halves of the windows judge each other
 SURE = 2.0  # standard errors
 ROUNDING = 1e-9
@@ -89,7 +90,7 @@ def sum_serves(problem: Problem) -> bool:
     """
     starts = problem.blocks_of(np.arange(len(problem.tokens)))
     is_plain = problem.objective == "tokens" and len(problem.parts) == 1 and not problem.scenarios
-    if len(starts) < 2 or not is_plain or problem.dispatch.by_rank:
+    if len(starts) < FEWEST_JUDGED or not is_plain or problem.dispatch.by_rank:
         return False
     kept, cut = np.flatnonzero(problem.complete), starts[(len(starts) + 1) // 2]
     num_layers = problem.history.num_layers

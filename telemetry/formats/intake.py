@@ -249,6 +249,13 @@ def _check_axes(
             f"expert {is_sum.argmax()} has as many tokens as all others together, in each layer: a "
             "column of totals, expected experts alone, or --experts with the model's number"
         )
+    steps = np.diff(kept, axis=2)
+    is_rising = bool(steps.any()) and bool((steps >= 0).all())
+    if not is_stated and steps.shape[2] > 4 and totals.size > 1 and is_rising:
+        raise ConfigError(
+            "no count falls from expert to expert in any layer: cumulative buckets, expected "
+            "counts by expert, or --experts with the model's number"
+        )
     if _are_alike(totals, 1):
         return
     varies = bool((tokens != tokens[:1]).any()) and not is_stated

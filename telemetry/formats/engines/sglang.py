@@ -28,6 +28,7 @@ from eplb.errors import HistoryError
 from telemetry.formats.bounded import (
     int_array,
     member,
+    reading,
     to_json,
     whole_array,
     whole_number,
@@ -121,7 +122,12 @@ def dumps_in(paths: list[Path], *, strict: bool) -> tuple[list[list[Path]], tupl
 
 def read_rank_files(paths: Sequence[Path], options: ReadOptions) -> LoadFile:
     """Read the files of all ranks of one dump, by rank, and sum their passes."""
-    return _sum_of_ranks({path.name: partial(load_torch, path) for path in paths}, options, ())
+    return _sum_of_ranks({path.name: partial(_loaded, path) for path in paths}, options, ())
+
+
+def _loaded(path: Path) -> Any:
+    with reading(path, "a dump of SGLang's recorder"):
+        return load_torch(path)
 
 
 def _sum_of_ranks(

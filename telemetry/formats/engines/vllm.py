@@ -121,7 +121,9 @@ class StepLines:
         """Take the number of experts of the first map, and check each; -1 excuses missing ones."""
         largest = min(int(table.max()), table.size)
         if "num_experts" not in self.sizes:
-            self.sizes["num_experts"] = self.options.experts_in(where, largest, table.shape[1])
+            self.sizes["num_experts"] = self.options.experts_in(
+                f"{where}: the map", largest, table.shape[1]
+            )
         num_experts = self.sizes["num_experts"]
         for row, held in enumerate(table):
             missing = np.setdiff1d(np.arange(min(num_experts, held.size + 1)), held)

@@ -133,7 +133,7 @@ def test_shadow_prices_its_plans_on_what_an_engine_writes(
         ((), "expected --ranks"),
         (("--ranks", 2, "--nodes", 3), "2 ranks on 3 nodes"),
         (("--ranks", 4), "4 experts and 2 redundant ones on 4 ranks"),
-        (("--ranks", 2, "--redundant", 4), "the map names experts 0..3"),
+        (("--ranks", 2, "--redundant", 4), "the map names expert 3"),
         (("--ranks", 2, "--also-redundant", "a"), "expected numbers of 0 to 65536, as 1,2,4"),
         (("--ranks", 2, "--policy", "none"), "unknown policy"),
         (("--ranks", 2, "--record-url", "http://127.0.0.1:1"), "expected --watch or --for"),

@@ -95,8 +95,8 @@ def _of_array(
 ) -> tuple[str, bytes] | None:
     kind = draw.choice(("type", "type", "axis", "zero", "twice", "lost", "order", "memory", "sign"))
     axis = draw.randrange(max(0, values.ndim - 2), values.ndim) if values.ndim else 0
-    if values.shape in BY_TOKEN and axis == 1:
-        return None  # another right recording
+    if values.shape in BY_TOKEN and (axis == 1 or (axis == 2 and kind == "lost")):
+        return None  # another right recording: of other tokens, or of a smaller top-k
     if kind == "type":
         dtype = np.dtype(draw.choice(DTYPES))
         changed = values.astype(dtype)

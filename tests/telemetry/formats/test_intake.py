@@ -135,6 +135,28 @@ def test_column_that_is_the_sum_of_the_others_is_no_expert(tmp_path: Path) -> No
         assert read_load(path, ReadOptions(num_experts=5)).history.num_experts == 5
 
 
+def test_cumulative_buckets_are_no_experts(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).integers(1, 90, (3, 8)).cumsum(axis=1)
+    text = "layer," + ",".join(map(str, range(8))) + "\n"
+    text += "".join(f"{n + 3}," + ",".join(map(str, row)) + "\n" for n, row in enumerate(rows))
+    path = place(tmp_path, "b.csv", text)
+
+    with pytest.raises(ConfigError, match="no count falls from expert to expert"):
+        read_load(path, NONE)
+    assert read_load(path, ReadOptions(num_experts=8)).history.tokens.tolist() == [rows.tolist()]
+
+
+def test_truncated_file_of_a_folder_is_named(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        data = torch_file(per_pass(rank))
+        place(
+            tmp_path, f"expert_distribution_recorder_1.5_{rank}.pt", data[: len(data) - 90 * rank]
+        )
+
+    with pytest.raises(HistoryError, match=r"recorder_1\.5_1\.pt: no zip archive"):
+        read_load(str(tmp_path), NONE)
+
+
 def test_counters_that_never_fall_are_no_windows_unless_npy_is_named(tmp_path: Path) -> None:
     windows = np.random.default_rng(1).integers(1, 90, (6, 2, 8))
     path = place(tmp_path, "c.npy", npy(windows.cumsum(axis=0)))
