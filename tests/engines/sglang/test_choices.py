@@ -43,7 +43,10 @@ def error_of(made: Any) -> float:
 
 def shared(rank: int, config: Path, is_fixed: bool) -> dict[str, Any]:
     """Without an all-to-all; unless fixed, each rank chooses replicas for itself (#32962)."""
-    if not is_fixed:
+    torch.manual_seed(rank)
+    look_in_every_pass()
+    made = make_rank(rank, config, ep_dispatch_algorithm="dynamic", moe_a2a_backend="none")
+    if not is_fixed:  # once the plug-in is loaded: it refuses what another package has replaced
         info = expert_location_dispatch.ExpertLocationDispatchInfo
         right = info.init_new.__func__
 
@@ -53,9 +56,6 @@ def shared(rank: int, config: Path, is_fixed: bool) -> dict[str, Any]:
             return found
 
         info.init_new = classmethod(before_the_fix)
-    torch.manual_seed(rank)
-    look_in_every_pass()
-    made = make_rank(rank, config, ep_dispatch_algorithm="dynamic", moe_a2a_backend="none")
     before = error_of(made)
     made.until_maps(2)
     made.until(lambda: made.plugin._checked == made.generation)

@@ -74,10 +74,11 @@ def real(
 
 
 def imbalance(held: np.ndarray, part: np.ndarray, counts: np.ndarray, ranks: int) -> float:
-    """Mean over windows and layers with routed experts."""
+    """Mean over windows by their tokens, and over layers with routed experts."""
     tokens = np.take_along_axis(counts, np.broadcast_to(held, (len(counts), *held.shape)), axis=2)
     load = (tokens * part).reshape(*tokens.shape[:2], ranks, -1).sum(axis=3)[:, DENSE:]
-    return float((load.max(axis=2) / load.mean(axis=2)).mean())
+    of_windows = (load.max(axis=2) / load.mean(axis=2)).mean(axis=1)
+    return float(np.average(of_windows, weights=counts.sum(axis=(1, 2))))
 
 
 @pytest.mark.parametrize("at_start", [False, True], ids=["plan for live", "plan for a start"])

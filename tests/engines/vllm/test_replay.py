@@ -15,7 +15,10 @@ import torch
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router import routing_simulator_router as simulator
 
+from eplb.errors import ConfigError
+from rebalance.engines.common.guards import PackageSource, refusals
 from rebalance.engines.vllm import entry
+from rebalance.engines.vllm.assumptions import REPLAY
 from rebalance.engines.vllm.replay import register_replay
 
 LAYERS, EXPERTS, TOP_K, ROWS = 3, 16, 2, 512
@@ -74,9 +77,21 @@ def test_trace_that_cannot_be_read_leaves_the_strategy_unknown_to_vllm(
         router()
 
 
-def test_changed_interface_of_the_simulator_is_refused(
+def test_simulator_that_another_package_has_replaced_is_refused(
     trace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulator.RoutingStrategy, "route_tokens", lambda self, rows: None)
-    with pytest.raises(Exception, match=r"route_tokens of vLLM takes \(self rows\)"):
+    with pytest.raises(ConfigError, match=rf"route_tokens is that of {__file__}, expected vllm's"):
         register_replay(os.environ)
+
+
+def test_changed_interface_of_the_simulator_is_refused(tmp_path: Path) -> None:
+    file = Path(simulator.__file__)
+    package = next(one for one in file.parents if one.name == "vllm")
+    copy = tmp_path / "vllm" / file.relative_to(package)
+    copy.parent.mkdir(parents=True)
+    copy.write_text(file.read_text().replace("hidden_states", "rows"))
+
+    found = list(refusals(REPLAY, PackageSource(tmp_path / "vllm")))
+
+    assert any("route_tokens takes (self rows router_logits" in one for one in found)
