@@ -5,27 +5,33 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rebalance.engines.common import store_process
+from telemetry import open_store
 from tests.support.engines.gauge import value_of
 from tests.support.engines.installed import engine
 from tests.support.engines.ranks import (
     INTERVAL,
+    NAME,
+    NUM_LAYERS,
     NUM_RANKS,
     WINDOW,
     config_in,
     on_all,
     on_ranks,
+    settings_in,
     wait_until,
 )
 from tests.support.redis_servers import RedisProcess, free_port
 
 pytestmark = pytest.mark.slow
 OUTAGES = 50
+KILLS = 10
 
 
 def is_reporting() -> bool:
@@ -96,6 +102,34 @@ def test_no_pass_fails_while_store_disk_and_process_are_killed_50_times(tmp_path
         # A call that waits for the store, the disk or the process at the store gives the processor
         # up each time.
         assert waits <= 0.01 * calls
+
+
+def killed(rank: int, config: Path) -> int:
+    """Kill the process at the store whenever it was handed a sample; tokens of all passes."""
+    store_process.LONGEST_PAUSE_S = store_process.FIRST_PAUSE_S
+    made = engine.make_rank(rank, config, **engine.WITH_TASKS_ALONE)
+    made.until(lambda: made.recorder is not None)
+    recorder = made.recorder
+    for _ in range(KILLS):
+        wait_until(is_reporting)
+        made.steps(WINDOW)
+        os.kill(recorder.pid, signal.SIGKILL)
+        wait_until(lambda: not is_reporting())
+    made.close()
+    assert recorder.num_dropped == 0
+    return int(made.passes) * engine.ROWS * engine.TOP_K * NUM_LAYERS
+
+
+def test_store_has_every_token_though_its_process_is_killed(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    routed = on_ranks(killed, config)
+
+    with closing(open_store(settings_in(config).deployment.store, NAME)) as store:
+        run = store.current_run()
+        assert run is not None
+        samples = [sample for _, sample in store.samples(run.run)]
+    assert {sample.rank for sample in samples} == set(range(NUM_RANKS))
+    assert sum(int(sample.tokens.sum()) for sample in samples) == sum(routed)
 
 
 def one_differs(rank: int, config: Path, other: Path | None) -> dict[str, Any]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rebalance.engines.common.guards import Assumptions, refusals, source_of, untried
-from tests.support.engines.which import ENTRY
+from tests.support.engines.which import ENTRY, NAME
+from tests.support.repository import ROOT
 
 ASSUMED: Assumptions = ENTRY.ASSUMED
 AS_READ, SOURCE = ASSUMED.as_read, source_of(ASSUMED.package)
 OLDEST, NEWEST = ASSUMED.releases
+LOADS = f"""
+from rebalance.engines.{NAME}.entry import register
+from tests.support.engines.installed import engine  # what it replaces on a CPU
+register()
+"""
 
 
 def changed() -> Iterator[tuple[str, Assumptions, str]]:
@@ -72,3 +83,28 @@ def test_release_in_between_is_no_newer_one(version: str) -> None:
 def test_newer_release_with_the_same_structure_is_named_and_not_refused(version: str) -> None:
     assert list(refusals(Assumptions(ASSUMED.package, ASSUMED.releases), version=version)) == []
     assert untried(ASSUMED, version).startswith(f"{ASSUMED.package} {version} is newer than")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("version", "is_observed"), [("{}.post1", False), ("{}.post1+cu130", False), ("9{}", True)]
+)
+def test_engine_that_calls_itself_another_release_loads_the_plugin(
+    version: str, is_observed: bool, tmp_path: Path
+) -> None:
+    version = version.format(importlib.metadata.version(NAME))
+    written = tmp_path / f"{NAME}-{version}.dist-info/METADATA"
+    written.parent.mkdir()
+    written.write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n")
+    file = tmp_path / "eplb.toml"
+    file.write_text(f"[deployment]\nname = 'prod'\nstore = 'sqlite:{tmp_path}/store'\n")
+    environ = {"EPLB_CONFIG": str(file), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADS], env=os.environ | environ, capture_output=True, text=True
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert "EPLB plug-in loaded for deployment 'prod'" in ended.stderr
+    newer = f"{NAME} {version} is newer than what was tested"
+    assert (newer in ended.stderr) == is_observed

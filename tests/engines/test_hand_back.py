@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eplb.core.model import ModelShape
+from eplb.core.topology import Topology
+from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from rebalance.engines.common.messages import SampleOrigin
+from rebalance.engines.common.store_process import StoreProcess
 from telemetry import open_store
 from telemetry.state.events import ENGINE_PLANS
+from telemetry.state.runs import RunInfo
 from tests.support.engines import failing_planner
 from tests.support.engines.gauge import value_of
 from tests.support.engines.installed import engine
-from tests.support.engines.ranks import NAME, NUM_RANKS, config_in, on_all, on_ranks
+from tests.support.engines.ranks import (
+    NAME,
+    NUM_RANKS,
+    config_in,
+    on_all,
+    on_ranks,
+    wait_until,
+)
+from tests.support.limits import NEVER_S
 from tests.support.redis_servers import RedisProcess, free_port
 
 pytestmark = pytest.mark.slow
 MAPS = 3  # by the engine's own balancer
 
 
+def first_engine(url: str) -> StoreProcess:
+    """Rank 0 of another engine, which has its run under the deployment's name."""
+    shape, topology = ModelShape((0,), 2, 1, 1, 1), Topology.uniform(1, 1, 2)
+    described = model_to_dict(shape), topology_to_dict(topology)
+    info = RunInfo(f"{engine.NAME}-first", time.time(), *described, 64)
+    made = StoreProcess(engine.NAME, SampleOrigin(NAME, url, 0, info))
+    with closing(open_store(url, NAME)) as store:
+        wait_until(store.current_run)
+    return made
+
+
 def left(rank: int, config: Path, folder: Path, port: int, fault: str) -> dict[str, Any]:
-    """Maps while there is no store, or no plan, and after that."""
+    """Maps while there is no store for this engine, or no plan, and after that."""
     os.environ[failing_planner.FAILS] = str(folder / "fails")
     server = RedisProcess(folder / "redis", {"port": str(port)}) if rank == 0 else None
     if server is not None and fault == "store":
@@ -30,6 +56,8 @@ def left(rank: int, config: Path, folder: Path, port: int, fault: str) -> dict[s
     if fault == "planner":
         (folder / "fails").touch()
         failing_planner.plant(engine.NAME)
+    url = f"redis://127.0.0.1:{port}"
+    first = first_engine(url) if server is not None and fault == "other engine" else None
     made = engine.make_rank(rank, config)
     start = made.held.copy()
     made.until(lambda: made.plugin.is_handed_back)
@@ -39,6 +67,8 @@ def left(rank: int, config: Path, folder: Path, port: int, fault: str) -> dict[s
     found["moved"] = int((made.held != start).sum())
     if server is not None and fault == "store":
         server.start()
+    elif first is not None:
+        first.close(NEVER_S)
     elif server is not None:
         (folder / "fails").unlink()
     on_all(True)
@@ -48,7 +78,7 @@ def left(rank: int, config: Path, folder: Path, port: int, fault: str) -> dict[s
     found |= {"back": value_of(engine.NAME, "policy"), "last": made.held.tolist()}
     made.close()
     if server is not None:
-        with closing(open_store(f"redis://127.0.0.1:{port}", NAME)) as store:
+        with closing(open_store(url, NAME)) as store:
             events = list(store.events_backwards((ENGINE_PLANS,)))
             found["reasons"] = [event.detail["reason"] for event in reversed(events)]
         server.kill()
@@ -57,14 +87,18 @@ def left(rank: int, config: Path, folder: Path, port: int, fault: str) -> dict[s
 
 @pytest.mark.parametrize(
     ("fault", "why"),
-    [("store", "the deployment's store has not answered"), ("planner", "3 plans in a row failed")],
+    [
+        ("store", "the deployment's store has not answered"),
+        ("other engine", "the deployment's store has not answered"),
+        ("planner", "3 plans in a row failed"),
+    ],
 )
 def test_engine_plans_while_the_plugin_cannot_and_no_longer(
     fault: str, why: str, tmp_path: Path
 ) -> None:
     port = free_port()
     settings: dict[str, Any] = {"deployment__store": f"redis://127.0.0.1:{port}"}
-    if fault == "store":  # else the start of the process at the store would take longer
+    if fault != "planner":  # else the start of the process at the store would take longer
         settings["engine__store_deadline_s"] = 0.5
     found = on_ranks(left, config_in(tmp_path, **settings), tmp_path, port, fault)
 
