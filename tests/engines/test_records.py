@@ -146,11 +146,7 @@ def hundred(rank: int, config: Path, way: dict[str, Any], fault: str) -> dict[st
 
 
 FAULTS = {
-    "vllm": [
-        (way, fault)
-        for way in ("sync", "async", "sync nccl", "async nccl")
-        for fault in ("", "damaged peer", "no transfer")
-    ],
+    "vllm": [(way, fault) for way in engine.WAYS for fault in ("", "damaged peer", "no transfer")],
     "sglang": [("static", ""), ("static", "damaged peer")],
 }
 

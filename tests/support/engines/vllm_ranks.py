@@ -26,7 +26,7 @@ from vllm.distributed.eplb import async_worker, eplb_communicator, eplb_state
 
 from rebalance.engines.vllm.hooks import install
 from rebalance.engines.vllm.process import PluginProcess
-from tests.support.engines import vllm_cpu
+from tests.support.engines import nixl_on_host, vllm_cpu
 from tests.support.engines.ranks import (
     INTERVAL,
     NUM_EXPERTS,
@@ -50,6 +50,9 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "sync nccl": ({"communicator": "torch_nccl"}, 100),  # over gloo: a device's group is a host's
     "async nccl": ({"is_async": True, "communicator": "torch_nccl"}, 100),
 }
+if nixl_on_host.IS_THERE:
+    WAYS["sync nixl"] = {"communicator": "nixl"}, 100
+    WAYS["async nixl"] = {"is_async": True, "communicator": "nixl"}, 100
 WITH_TASKS_ALONE: dict[str, Any] = {}  # vLLM plans at its intervals alone
 
 
@@ -202,6 +205,8 @@ def make_rank(
     else:
         group, balancing = (vllm_cpu.coordinator(rank, NUM_RANKS) for _ in range(2))
     vllm_cpu.install(group, balancing)
+    if communicator == "nixl":
+        nixl_on_host.install()
     held = eplb_state.EplbState.build_initial_global_physical_to_logical_map(
         NUM_EXPERTS, NUM_SLOTS - NUM_EXPERTS
     )
@@ -271,10 +276,12 @@ class Layer(Experts):
 def transfer_nothing() -> None:
     """From now on vLLM's communicator on this rank neither sends nor receives."""
     eplb_communicator.batch_isend_irecv = lambda operations: []
+    nixl_on_host.read_nothing()
 
 
 def damage_each_fifth() -> None:
-    """From now on every fifth expert that this rank sends has a wrong byte."""
+    """From now on every fifth expert that this rank sends, or reads by NIXL, has a wrong byte."""
+    nixl_on_host.damage_each_fifth()
     for name in ("TorchDistGlooStagedEplbCommunicator", "TorchDistNcclEplbCommunicator"):
         _damage(getattr(eplb_communicator, name))
 
