@@ -322,6 +322,8 @@ class Rounds:
             return
         if self.checks is None:
             assert self.recorder is not None, "it was made with the shape"
+            # The check takes slots as they are now for right: they may have changed since the load.
+            self._restore_wrong(self._shape.rows)
             self.checks = RankCheck(
                 "sglang",
                 lambda own: gathered_large(own, self._group),

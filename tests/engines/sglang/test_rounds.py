@@ -20,11 +20,13 @@ from tests.support.engines.ranks import (
     NAME,
     WINDOW,
     config_in,
+    config_with_records,
+    look_in_every_pass,
     on_ranks,
     popularity_of,
     settings_in,
 )
-from tests.support.engines.sglang_ranks import NUM_RANKS, WITH_TASKS_ALONE, Rank, make_rank
+from tests.support.engines.sglang_ranks import MOE, NUM_RANKS, WITH_TASKS_ALONE, Rank, make_rank
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +108,27 @@ def paused(rank: int, config: Path) -> list[int]:
 
 def test_plan_waits_while_the_engine_has_disabled_rebalances(tmp_path: Path) -> None:
     assert on_ranks(paused, config_in(tmp_path)) == [[0, 1]] * NUM_RANKS
+
+
+def lost_early(rank: int, config: Path) -> dict[str, Any]:
+    """A rank loses a layer behind the first pass, and the check begins with the first round."""
+    look_in_every_pass()
+    made = make_rank(rank, config, **WITH_TASKS_ALONE)
+    made.steps()
+    if rank == 1:
+        made.lose(MOE[0])
+    while made.checks is None:
+        made.steps(is_checked=False)
+    made.check_weights()
+    made.visit_all()
+    return made.result()
+
+
+def test_experts_lost_before_the_check_begins_are_not_taken_for_right(tmp_path: Path) -> None:
+    found = on_ranks(lost_early, config_with_records(tmp_path))
+
+    assert [(one["faults"], one["placement"]) for one in found] == [([], 1.0)] * NUM_RANKS
+    assert [one["from host"] > 0 for one in found] == [False, True, False, False]
 
 
 def switched_off(rank: int, config: Path) -> tuple[int, bool]:
