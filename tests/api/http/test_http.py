@@ -552,4 +552,4 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 46
+    assert len(paths) == 45
