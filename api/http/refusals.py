@@ -114,9 +114,13 @@ def _http_refused(request: Request, exc: HTTPException) -> JSONResponse:
 
 def _body_refused(exc: RequestValidationError) -> JSONResponse:
     error = exc.errors()[0]
-    if error["type"] == "missing" and error["loc"] == ("header", "if-match"):  # RFC 6585
-        why = "found no If-Match, expected the ETag of GET, or *"
-        return problem(ProblemType.PRECONDITION_REQUIRED, why)
+    if error["loc"] == ("header", "if-match"):
+        tag = error["input"] if error["type"] != "missing" else ""
+        if not tag:  # RFC 6585
+            why = "found no If-Match, expected the ETag of GET, or *"
+            return problem(ProblemType.PRECONDITION_REQUIRED, why)
+        why = f'header.if-match: found {tag[:40]!r}, expected the ETag of GET, as "7", or *'
+        return problem(ProblemType.INVALID_REQUEST, why)
     where = _cut(".".join(str(part) for part in error["loc"]), MAX_FOUND)
     found = _cut(f", found {error['input']!r}", MAX_FOUND) if error["type"] != "missing" else ""
     detail = f"{where}: {error['msg'][:1].lower()}{error['msg'][1:]}{found}"

@@ -15,7 +15,7 @@ import pytest
 from api.app import create_app
 from api.config.live import live_settings
 from api.http.problems import ProblemType
-from api.http.refusals import OF_REFUSAL
+from api.http.service import OF_REFUSAL
 from eplb import build_migration
 from telemetry.state.live import Control, LiveState
 from telemetry.state.runs import REPORT_EVERY_S
@@ -552,4 +552,4 @@ def test_every_operation_is_documented(client: httpx.Client) -> None:
             problems = [one for status, one in operation["responses"].items() if status >= "400"]
             assert problems, path
             assert all(list(one["content"]) == ["application/problem+json"] for one in problems)
-    assert len(paths) == 46
+    assert len(paths) == 45

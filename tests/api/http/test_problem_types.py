@@ -13,7 +13,8 @@ import pytest
 
 from api.app import create_app
 from api.http.problems import ProblemType
-from api.http.refusals import BLANK, OF_REFUSAL
+from api.http.refusals import BLANK
+from api.http.service import OF_REFUSAL
 from eplb import Placement
 from telemetry.state.live import Control
 from telemetry.state.store import StateStore
