@@ -136,7 +136,8 @@ def write_run(run: Run, out: Path, seed: int, wrong: tuple[int, ...] = ()) -> No
         ]
         logs = truth(numbers) + drawn.normal(0, NOISE, (len(numbers), TWELVE.answer_tokens))
         logs[np.isin(numbers, wrong)] += FAULT
-        np.savez(folder / f"answers.{rank}.npz", numbers=np.array(numbers), logs=logs)
+        times = np.full((len(numbers), 2), (0.05, 0.004))
+        np.savez(folder / f"answers.{rank}.npz", numbers=np.array(numbers), logs=logs, times=times)
         steps = np.arange(8)
         maps = np.zeros((8, size.layers, size.experts + run.redundant), np.int16)
         maps[3:, 0, :2] = maps[6:, 1, :2] = 1
@@ -149,6 +150,7 @@ def write_run(run: Run, out: Path, seed: int, wrong: tuple[int, ...] = ()) -> No
             for number, shift in ((-1, NOISE), (0, FAULT), (1, NOISE / 2))[: run.faults + 1]
         ]
         figures = {"loaded_s": 1.0, "served_s": 1.0, "planted": planted}
+        figures["turn_s"] = [0.5, 1.0, 1.0]
         (folder / f"rank.{rank}.json").write_text(json.dumps(figures))
 
 
@@ -180,7 +182,7 @@ def test_answers_within_the_noise_of_two_runs_are_not_wrong(tmp_path: Path) -> N
 def test_one_answer_beyond_the_noise_is_wrong_and_so_is_its_group(tmp_path: Path) -> None:
     _, _, moved = judged(tmp_path, wrong=(5,))
 
-    assert (moved["wrong"], moved["wrong_groups"]) == (1, 1)
+    assert (moved["wrong"], moved["wrong_groups"], moved["wrong_rounds"]) == (1, 1, [1])
     assert not moved["is_expected"]
 
 
@@ -196,6 +198,15 @@ def test_moves_and_maps_are_counted_from_the_maps_of_the_steps(tmp_path: Path) -
 
     assert (moved["maps"], moved["moves"], moved["first_map_step"]) == (2, 4, 3)
     assert not moved["is_expected"], "three maps were wanted"
+
+
+def test_speed_is_tokens_of_the_rounds_by_their_seconds(tmp_path: Path) -> None:
+    _, _, moved = judged(tmp_path)
+
+    tokens = 4 * (TWELVE.prompt_tokens + TWELVE.answer_tokens)
+    assert moved["tokens_s_mean"] == pytest.approx(3 * tokens / 2.5)
+    assert moved["tokens_s"][0] == tokens
+    assert (moved["ttft_ms"][0], moved["tpot_ms"][0]) == (50, 4)
 
 
 @pytest.mark.parametrize("failed", ["none", "again", "moved"])

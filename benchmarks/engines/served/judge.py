@@ -140,6 +140,23 @@ def measured_row(run: Run, out: Path) -> dict[str, Any]:
     return row
 
 
+def speed_row(run: Run, out: Path, turn_s: Sequence[float]) -> dict[str, Any]:
+    """Tokens in a second of serving, and times of answers over all ranks."""
+    times = []
+    for rank in range(run.ranks):
+        with np.load(out / run.name / f"answers.{rank}.npz") as file:
+            times.append(file["times"])
+    first, each = 1e3 * np.concatenate(times).T
+    load = run.load
+    tokens = load.per_round * (load.prompt_tokens + load.answer_tokens)
+    return {
+        "tokens_s": [round(tokens / second) for second in np.quantile(turn_s, (0.5, 0.75, 0.25))],
+        "tokens_s_mean": tokens * len(turn_s) / sum(turn_s),
+        "ttft_ms": quantiles(first),
+        "tpot_ms": quantiles(each),
+    }
+
+
 def logged_errors(run: Run, out: Path) -> int:
     """Lines of the plug-in's log, of all ranks, that are errors."""
     logs = [(out / run.name / f"log.{rank}") for rank in range(run.ranks)]
@@ -164,7 +181,7 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
         json.loads((out / run.name / f"rank.{rank}.json").read_text()) for rank in range(run.ranks)
     ]
     row |= {"loaded_s": ranks[0]["loaded_s"], "served_s": ranks[0]["served_s"]}
-    row |= measured_row(run, out)
+    row |= measured_row(run, out) | speed_row(run, out, ranks[0]["turn_s"])
     times = out / "experts_time.json"
     if times.exists() and (timed := json.loads(times.read_text()).get(run.name)):
         keys = ("busiest_ms", "busiest_ms_least", "busiest_ms_most", "mean_rank_ms")
@@ -188,7 +205,9 @@ def judge_run(run: Run, runs: Sequence[Run], out: Path) -> dict[str, Any]:
             "compared": int(np.isfinite(apart).sum()),
             "wrong": int(over),
             "wrong_groups": int((groups > bounds[1]).sum()),
+            "wrong_rounds": np.flatnonzero((apart > bounds[0]).any(1) | (groups > bounds[1]))[:9],
         }
+        row["wrong_rounds"] = row["wrong_rounds"].tolist()
         is_right = np.isfinite(bounds[0]) and not over and not row["wrong_groups"]
         if run.mode != "none" and not is_right:
             row["is_expected"] = False
@@ -230,6 +249,7 @@ COLUMNS = (
     ("compared", "compared"),
     ("wrong", "wrong"),
     ("wrong_groups", "wrong groups"),
+    ("wrong_rounds", "their rounds, the first 9"),
     ("difference", "difference p50, p99, max"),
     ("bounds", "bounds of answer, group"),
     ("maps", "maps"),
@@ -238,6 +258,10 @@ COLUMNS = (
     ("busiest_rows", "rows of the busiest rank"),
     ("kernel_ms", "experts' ms: busiest rank, least, most; mean rank"),
     ("kernel_tokens", "tokens of these steps"),
+    ("tokens_s_mean", "tokens/s, mean"),
+    ("tokens_s", "tokens/s of a round p50, p25, p75"),
+    ("ttft_ms", "ms to the first token p50, p99, max"),
+    ("tpot_ms", "ms of each further token p50, p99, max"),
     ("steps", "steps"),
     ("step_ms", "step ms p50, p99, max"),
     ("eplb_ms", "EPLB's ms in a step"),

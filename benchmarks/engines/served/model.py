@@ -37,8 +37,8 @@ class Size:
 SIZES = {
     "tiny": Size(layers=2, experts=8, top_k=2, hidden=256, intermediate=128),
     "small": Size(layers=2, experts=32, top_k=4, hidden=512, intermediate=256),
-    # Two layers of Qwen3-30B-A3B with half of its experts.
-    "wide": Size(layers=2, experts=64, top_k=8, hidden=2048, intermediate=768),
+    # Six layers of Qwen3-30B-A3B with half of its experts.
+    "wide": Size(layers=6, experts=64, top_k=8, hidden=2048, intermediate=768),
 }
 
 

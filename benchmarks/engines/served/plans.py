@@ -48,26 +48,60 @@ def proof_of(
     ]
 
 
-def measured(ranks: int, prompts: int, interval: int = 32) -> list[Run]:
-    """Without EPLB, with vLLM's own, and with the plug-in as it is set by default."""
-    load = Load(prompts, 64, prompt_tokens=256, answer_tokens=8, rounds_of_topic=12, seed=SEED)
+def measured(ranks: int, rounds: int = 90, interval: int = 64) -> list[Run]:
+    """Without EPLB, with vLLM's own, and with the plug-in as it is set by default; each twice.
+
+    The second half is in the reverse order, so that a drift of the machine does not favour one.
+    """
+    tokens = {"prompt_tokens": 512, "answer_tokens": 32}
+    load = Load(256 * rounds, 256, **tokens, rounds_of_topic=15, seed=SEED)
     each = {
         "load": load,
-        "rounds": load.num_rounds,
+        "rounds": rounds,
         "size": "wide",
         "ranks": ranks,
-        "sequences": 64 // ranks,
+        "sequences": 256 // ranks,
         "interval": interval,
         "graphs": True,
-        "at_most_s": 80.0,
+        "is_judged": False,
+        "at_most_s": 60.0,
     }
-    return [Run(f"measured-{mode}", mode=mode, **each) for mode in ("none", "own", "plugin")]
+    modes = ("none", "own", "plugin")
+    first = [Run(f"measured-{mode}", mode=mode, **each) for mode in modes]
+    return [*first, *(replace(run, name=f"{run.name}-again") for run in reversed(first))]
+
+
+def incidents(ranks: int) -> list[Run]:
+    """Deaths, stops, reloads and sleep while maps change, compared with BF16's reference."""
+    moved = proof_of("bfloat16", ranks, prompts=10240, changes=20, faults=0)[2]
+    moved = replace(moved, interval=16, at_most_s=150.0)
+    reload = replace(moved, incidents={"12": "reload"})
+    kept = {**EAGER, "engine.records": '"on"'}
+    return [
+        replace(moved, name="incident-deaths", incidents={"6": "kill-store", "20": "stop-rank"}),
+        replace(moved, name="incident-sleep", incidents={"10": "sleep", "20": "sleep"}),
+        replace(reload, name="incident-reload"),
+        replace(reload, name="incident-reload-own", mode="own", changes=0),
+        replace(moved, name="records", settings=kept, interval=2, changes=100),
+    ]
+
+
+def communicators(ranks: int) -> list[Run]:
+    """BF16 while vLLM moves by NIXL, and by NCCL; with a reference and bounds of their own."""
+    runs = proof_of("bfloat16", ranks, prompts=10240, changes=100, faults=20)
+    _, _, graphs, sync = runs[:4]
+    return [
+        *runs[:2],
+        replace(graphs, name="nixl-async-graphs", communicator="nixl"),
+        replace(sync, name="nixl-sync", communicator="nixl"),
+        replace(sync, name="nccl-sync", communicator="torch_nccl"),
+    ]
 
 
 def bring_up(ranks: int) -> list[Run]:
     """A first look at everything, in two minutes."""
     proof = proof_of("float32", ranks, prompts=2048, changes=10, faults=4)[:3]
-    return [*proof, *measured(ranks, prompts=1024)]
+    return [*proof, *measured(ranks, rounds=10)[:3]]
 
 
 def proof(ranks: int) -> list[Run]:
@@ -75,17 +109,10 @@ def proof(ranks: int) -> list[Run]:
     many = {"prompts": 10240, "changes": 300, "faults": 20}
     return [
         *proof_of("bfloat16", ranks, **many),
-        *proof_of("bfloat16", ranks, **many, quantization="fp8_per_channel")[:3],
+        *incidents(ranks),
         *proof_of("float32", ranks, **many)[:3],
+        *proof_of("bfloat16", ranks, **many, quantization="fp8_per_channel"),
     ]
-
-
-def final(ranks: int) -> list[Run]:
-    """Proof and measurement, in the order of their weight: time may end before the last ones."""
-    runs = proof(ranks)
-    settings = {**EAGER, "engine.records": '"on"'}
-    kept = replace(runs[2], name="bfloat16-plugin-records", settings=settings, changes=100)
-    return [*runs[:4], *measured(ranks, prompts=6144), *runs[6:], kept, *runs[4:6]]
 
 
 def on_cpu(ranks: int) -> list[Run]:
@@ -101,7 +128,7 @@ def on_cpu(ranks: int) -> list[Run]:
 PLANS: dict[str, Callable[[int], list[Run]]] = {
     "bring-up": bring_up,
     "proof": proof,
-    "final": final,
-    "measured": lambda ranks: measured(ranks, prompts=6144),
+    "communicators": communicators,
+    "measured": measured,
     "cpu": on_cpu,
 }

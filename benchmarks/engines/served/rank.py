@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.engines.served.incidents import cause_incident
 from benchmarks.engines.served.load import Load
 
 WAIT = timedelta(seconds=400)
@@ -60,14 +61,14 @@ def build_engine(job: dict[str, Any]) -> Any:
         "max_num_seqs": job["sequences"],
         "max_num_batched_tokens": 4096,
         "enable_prefix_caching": False,
-        "disable_log_stats": True,
+        "disable_log_stats": False,  # times of the first and last token of each answer
         "seed": 0,
         "enforce_eager": not job["graphs"],
         "worker_extension_cls": "benchmarks.engines.served.watch.Watch",
         **job.get("options", {}),
     }
     if job["graphs"]:
-        sizes = sorted({1, 2, 4, 8, 16, 32, job["sequences"]})
+        sizes = sorted({1, 2, 4, 8, 16, 32, 64, 96, job["sequences"]})
         options["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -82,16 +83,19 @@ def build_engine(job: dict[str, Any]) -> Any:
             "window_size": job["interval"],
             "step_interval": job["interval"],
             "use_async": job["asynchronous"],
-            "communicator": "torch_gloo",
+            "communicator": job["communicator"],
         }
     return LLM(**options)
 
 
-def serve_round(engine: Any, load: Load, numbers: list[int], is_forced: bool) -> np.ndarray:
-    """[prompts, tokens] log-probabilities of the answers of these prompts.
+def serve_round(
+    engine: Any, load: Load, numbers: list[int], is_forced: bool, is_judged: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """[prompts, tokens] log-probabilities of the answers of these prompts, and their times.
 
+    Times are [prompts, 2] in seconds: until the first token, and of each further token in the mean.
     ``is_forced``: the engine decodes along the answers (vLLM's trace replay, on GPUs). Else it may
-    choose no token but the first of the answer, at each step.
+    choose no token but the first of the answer, at each step. Without ``is_judged`` all are nan.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -111,11 +115,12 @@ def serve_round(engine: Any, load: Load, numbers: list[int], is_forced: bool) ->
                 max_tokens=len(answer),
                 ignore_eos=True,
                 detokenize=False,
-                logprobs=1,
+                logprobs=1 if is_judged else None,
                 **forced,
             )
         )
     logs = np.full((len(numbers), load.answer_tokens), np.nan, dtype=np.float32)
+    times = np.full((len(numbers), 2), np.nan)
     for row, output in enumerate(engine.generate(prompts, settings, use_tqdm=False)):
         (completion,) = output.outputs
         if list(completion.token_ids) != answers[row]:
@@ -123,9 +128,12 @@ def serve_round(engine: Any, load: Load, numbers: list[int], is_forced: bool) ->
                 f"prompt {numbers[row]}: the engine decoded {list(completion.token_ids)[:4]}..., "
                 f"expected {answers[row][:4]}..."
             )
-        for place, choices in enumerate(completion.logprobs):
+        for place, choices in enumerate(completion.logprobs if is_judged else ()):
             logs[row, place] = choices[answers[row][place]].logprob
-    return logs
+        if (spent := output.metrics) is not None:
+            decoded_s = spent.last_token_ts - spent.first_token_ts
+            times[row] = spent.first_token_latency, decoded_s / max(1, load.answer_tokens - 1)
+    return logs, times
 
 
 class Rounds:
@@ -136,6 +144,8 @@ class Rounds:
         self.load = Load(**job["load"])
         self.numbers: list[int] = []
         self.logs: list[np.ndarray] = []
+        self.times: list[np.ndarray] = []
+        self.turn_s: list[float] = []  # of each round
         self.began = 0.0
         self.num_changes = 0
 
@@ -161,7 +171,15 @@ class Rounds:
             numbers = self.load.numbers_of(number, board.rank, board.ranks)
             if self.job["order"] != "forward":
                 numbers = numbers[::-1]
-            self.logs.append(serve_round(self.engine, self.load, numbers, self.job["forced"]))
+            if name := self.job["incidents"].get(str(turn)):
+                cause_incident(name, self.engine, board.rank)
+                board.meet(f"incident-{turn}")
+            began = time.monotonic()
+            ways = self.job["forced"], self.job["is_judged"]
+            logs, times = serve_round(self.engine, self.load, numbers, *ways)
+            self.turn_s.append(time.monotonic() - began)
+            self.logs.append(logs)
+            self.times.append(times)
             self.numbers += numbers
             turn += 1
         self.num_rounds = turn
@@ -182,7 +200,7 @@ class Rounds:
                 (refused,) = self.engine.collective_rpc("watch_plant", args=fault)
             self.board.meet(f"planted-{number}")
             numbers = self.probe()
-            logs = serve_round(self.engine, self.load, numbers, self.job["forced"])
+            logs, _ = serve_round(self.engine, self.load, numbers, self.job["forced"])
             self.board.meet(f"probed-{number}")
             if is_mine:
                 self.engine.collective_rpc("watch_undo")
@@ -214,7 +232,10 @@ def main() -> None:
     served_s = time.monotonic() - rounds.began if rank == 0 else 0.0
     engine.collective_rpc("watch_write", args=(str(out / f"steps.{rank}.npz"),))
     logs = np.concatenate(rounds.logs) if rounds.logs else np.zeros((0, 0), dtype=np.float32)
-    np.savez_compressed(out / f"answers.{rank}.npz", numbers=np.array(rounds.numbers), logs=logs)
+    times = np.concatenate(rounds.times) if rounds.times else np.zeros((0, 2))
+    np.savez_compressed(
+        out / f"answers.{rank}.npz", numbers=np.array(rounds.numbers), logs=logs, times=times
+    )
     board.meet("served")
     planted = rounds.plant_faults() if job["faults"] else []
     figures = {
@@ -222,6 +243,7 @@ def main() -> None:
         "rounds": rounds.num_rounds,
         "loaded_s": loaded_s,
         "served_s": served_s,
+        "turn_s": rounds.turn_s,
         "planted": planted,
     }
     (out / f"rank.{rank}.json").write_text(json.dumps(figures))

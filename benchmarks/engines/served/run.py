@@ -28,6 +28,9 @@ class Run:
     faults: int = 0  # that are planted afterwards
     probes: int = 128
     order: str = "forward"
+    is_judged: bool = True  # whether log-probabilities are asked for
     reference: str = ""  # the run whose answers these are compared with
     at_most_s: float = 150.0
     settings: dict[str, str] = field(default_factory=dict)  # of the plug-in's file, by section.name
+    communicator: str = "torch_gloo"  # vLLM's, which moves experts
+    incidents: dict[str, str] = field(default_factory=dict)  # names of ``incidents``, by round

@@ -28,7 +28,7 @@ from benchmarks.engines.served.run import Run
 
 LOAD_DEADLINE_S = 150.0
 STOP_GRACE_S = 10.0
-AHEAD = 3  # runs at once: one serves, the others load
+AHEAD = 3  # runs at once, unless it is given: one serves, the others load
 KV_BYTES = 1 << 30  # of one rank
 
 
@@ -38,6 +38,7 @@ class Place:
 
     on_gpu: bool
     share: float  # of the GPU's memory, or of the host's without a GPU, for one rank
+    num_gpus: int = 1
     way: str = "sockets"  # as ``transport`` names them
     library: Path = Path()  # NCCL
 
@@ -77,7 +78,7 @@ def environment_of(run: Run, rank: int, port: int, folder: Path, place: Place) -
     if run.ranks > 1:
         variables |= {
             "VLLM_DP_RANK": str(rank),
-            "VLLM_DP_RANK_LOCAL": "0" if place.on_gpu else str(rank),
+            "VLLM_DP_RANK_LOCAL": str(rank % place.num_gpus if place.on_gpu else rank),
             "VLLM_DP_SIZE": str(run.ranks),
             "VLLM_DP_MASTER_IP": "127.0.0.1",
             "VLLM_DP_MASTER_PORT": str(port),
@@ -106,6 +107,8 @@ class Started:
             options |= {"enable_trace_replay": True}
         if run.quantization:
             options["quantization"] = run.quantization
+        if "sleep" in run.incidents.values():
+            options["enable_sleep_mode"] = True
         self.processes = []
         for rank in range(run.ranks):
             job = {
@@ -183,13 +186,18 @@ def serve_all(
     place: Place,
     within_s: float,
     note_served: Callable[[], None],
+    ahead: int,
+    is_quiet: bool,
 ) -> None:
-    """Serve the runs one after another, while the next ones load; in the time that is given."""
+    """Serve the runs one after another, while the next ones load; in the time that is given.
+
+    ``is_quiet``: none loads while one serves.
+    """
     waiting, loading = list(runs), list[Started]()
     began = time.monotonic()
 
     def load_more() -> None:
-        while waiting and len(loading) < AHEAD:
+        while waiting and len(loading) < ahead:
             run = waiting.pop(0)
             model = models / f"{run.size}-{run.dtype}"
             device = "cuda" if place.on_gpu else "cpu"
@@ -201,8 +209,11 @@ def serve_all(
         while loading:
             current = loading[0]
             failed = current.wait_loaded()
+            if is_quiet:
+                for other in loading[1:]:
+                    other.wait_loaded()
             current.begin()
-            if time.monotonic() - began < within_s:
+            if time.monotonic() - began < within_s and not is_quiet:
                 load_more()
             failed = failed or current.wait_served()
             loading.pop(0).end()
@@ -212,6 +223,8 @@ def serve_all(
             note_served()
             if seconds > within_s:
                 break
+            if is_quiet and not loading:
+                load_more()
     finally:
         for started in loading:
             started.end()
@@ -229,7 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, default=Path("/tmp/served-models"))
     parser.add_argument("--share", type=float, default=0.05, help="of the GPU for one rank")
     parser.add_argument("--within", type=float, default=3600, help="seconds in which runs start")
-    parser.add_argument("--way", choices=transport.WAYS, default="sockets")
+    parser.add_argument("--way", choices=transport.WAYS, help="default: own, or sockets if shared")
+    parser.add_argument("--ahead", type=int, default=AHEAD, help="runs that are started at once")
+    parser.add_argument("--quiet", action="store_true", help="nothing loads while a run serves")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     # As an exception: the ranks are ended too.
@@ -242,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("serve: torch sees no GPU, expected an NVIDIA GPU", file=sys.stderr)
             return 2
-        place = Place(on_gpu, options.share, options.way, transport.library())
+        gpus = torch.cuda.device_count()
+        way = options.way or ("own" if options.ranks <= gpus else "sockets")
+        place = Place(on_gpu, options.share, gpus, way, transport.library())
     runs = PLANS[options.plan](options.ranks)
     if options.only:
         runs = [run for run in runs if run.name in options.only]
@@ -250,10 +267,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def judge() -> list[dict[str, Any]]:
         rows = judge_runs(runs, options.out)
-        write_table(rows, options.out, {**vars(options), "way": place.way})
+        write_table(rows, options.out, {**vars(options), "way": place.way, "gpus": place.num_gpus})
         return rows
 
-    serve_all(runs, options.out, options.models, place, options.within, judge)
+    ahead, is_quiet = options.ahead, options.quiet
+    serve_all(runs, options.out, options.models, place, options.within, judge, ahead, is_quiet)
     wide = [run.name for run in runs if run.size == "wide" and not outcome_of(run, options.out)]
     if on_gpu and wide:
         timing = [sys.executable, "-m", "benchmarks.engines.served.experts_time"]

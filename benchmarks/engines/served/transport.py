@@ -1,11 +1,12 @@
-"""How ranks that share a GPU reach each other by NCCL.
+"""How ranks reach each other by NCCL.
 
 =======  ===========================================================================================
-sockets  each rank is a host of its own, as NCCL sees it, and talks over loopback: serves, at about
-         50 ms for an exchange between four ranks
-direct   NCCL 2.30 or later takes several ranks on one GPU and copies in its memory; no engine has
-         served by it yet. Under the GPU's Multi-Process Service an exchange alone was fast, but
-         vLLM's first pass never ended
+own      each rank has a GPU of its own; NCCL chooses NVLink or the bus, as in a deployment
+sockets  ranks share GPUs: each is a host of its own, as NCCL sees it, and talks over loopback, at
+         about 50 ms for an exchange between four ranks on one GPU
+direct   ranks share GPUs: NCCL 2.30 or later takes several ranks on one GPU and copies in its
+         memory; no engine has served by it yet. Under the GPU's Multi-Process Service an exchange
+         alone was fast, but vLLM's first pass never ended
 =======  ===========================================================================================
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-WAYS = ("sockets", "direct")
+WAYS = ("own", "sockets", "direct")
 
 
 def library() -> Path:
@@ -33,6 +34,8 @@ def environment_of(way: str, rank: int, nccl: Path) -> dict[str, str]:
         "VLLM_NCCL_SO_PATH": str(nccl),
         "LD_PRELOAD": str(nccl),  # torch and vLLM use one NCCL
     }
+    if way == "own":
+        return variables
     if way == "direct":
         return variables | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     own_host = {"NCCL_HOSTID": f"rank{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class Measured:
         self.is_on = False
         self.steps: list[tuple[float, float, float, bool, int]] = []
         self.plugin_s = 0.0  # of the plug-in's hooks in the step that is made
+        self.plugin: Any = None  # the plug-in in this process
 
     def count(self, router: Any, ids: torch.Tensor) -> None:
         """Add the rows that a layer's router sends to each slot."""
@@ -136,7 +138,7 @@ def _wrap_plugin() -> None:
         own = getattr(PluginProcess, name)
 
         def timed(self: Any, *args: Any, _own: Any = own, **kwargs: Any) -> None:
-            began = time.perf_counter()
+            began, measured.plugin = time.perf_counter(), self
             _own(self, *args, **kwargs)
             measured.plugin_s += time.perf_counter() - began
 
@@ -196,6 +198,12 @@ class Watch:
             tensor[place].copy_(kept)
         self._planted = []
         self._watch_wait()
+
+    def watch_kill_store(self) -> int:
+        """Kill the plug-in's process at the store; its number."""
+        number = measured.plugin.recorder.pid
+        os.kill(number, signal.SIGKILL)
+        return int(number)
 
     def watch_shape(self) -> tuple[int, int]:
         """Layers, and slots of this rank."""
