@@ -261,15 +261,16 @@ def second_reading(values: NDArray[Any]) -> str:
 def _reads_as_ids(values: NDArray[Any]) -> bool:
     if values.dtype.kind == "f" and values.max() < MOST_EXPERTS:
         values = values.astype(np.int64)
-    if values.itemsize <= 2 or not names_experts(values):
-        return names_experts(values)
-    num_tokens, num_layers, top_k = values.shape
+    if not (may_be := names_experts(values)) or values.itemsize <= 2:
+        return may_be
+    num_tokens, num_layers, top_k = map(int, values.shape)
     totals = values.sum(axis=2)
     if num_layers > 1 and (totals == totals[:, :1]).all():
         return False
     largest = int(values.max())
     repeats = num_tokens * num_layers * top_k * (top_k - 1) / 2 / (largest + 1)
-    return largest >= top_k and (repeats >= FEWEST_REPEATS or (top_k == 1 and num_tokens > largest))
+    is_evident = repeats >= FEWEST_REPEATS or (top_k == 1 and num_tokens > largest)
+    return largest >= top_k and is_evident
 
 
 def repeats_expert(ids: NDArray[Any]) -> tuple[int, int] | None:
