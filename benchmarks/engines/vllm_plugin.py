@@ -19,7 +19,13 @@ from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 import eplb
 from rebalance.engines.common.planning import System
 from rebalance.engines.common.plugin_settings import PluginSettings
-from rebalance.engines.vllm.decisions import MapDecision, ServedMap, chosen_entries, repetitions
+from rebalance.engines.vllm.decisions import (
+    MapDecision,
+    ServedMap,
+    chosen_entries,
+    repetitions,
+    shares_by,
+)
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -88,7 +94,10 @@ def plugged_in(plan_time_ms: float) -> Any:
 def timed(policy: Any, load: torch.Tensor, held: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The map, and the milliseconds of processor time."""
     if hasattr(policy, "served"):
-        policy.served.held = held.numpy()
+        served = policy.served
+        served.held, decided = held.numpy(), served.latest
+        if decided is not None and np.array_equal(decided.held, served.held):
+            served.repeats, served.is_planned = decided.repeats, decided.is_planned
     began = time.process_time()
     found = policy.rebalance_experts(load, SLOTS, 1, NODES, RANKS, held)
     return found, 1e3 * (time.process_time() - began)
@@ -116,7 +125,8 @@ def imbalance(policy: Any, load: torch.Tensor, held: torch.Tensor) -> float:
     placement = eplb.Placement(held.numpy().astype(np.int32), EXPERTS)
     share = placement.slot_share
     if hasattr(policy, "served"):
-        share = policy.served.decision_of(held.numpy()).shares()
+        decided = policy.served.latest
+        share = shares_by(decided.held, decided.repeats)
     of_slot = np.take_along_axis(load.numpy(), held.numpy(), axis=1) * share
     of_rank = of_slot.reshape(LAYERS, RANKS, -1).sum(axis=2)
     return float((of_rank.max(axis=1) / of_rank.mean(axis=1)).mean())

@@ -61,13 +61,14 @@ def test_experts_that_a_rank_has_lost_come_from_kept_records(
 
 
 def repaired(rank: int, config: Path) -> dict[str, Any]:
-    """A live slot gets a wrong byte, while the placement check looks at a slot in each pass."""
+    """Two live slots get a wrong byte, while the placement check looks at a slot in each pass."""
     look_in_every_pass()
     made = engine.make_rank(rank, config, **engine.WITH_TASKS_ALONE)
     while made.checks is None:
         made.steps()
     if rank == LOST_RANK:
-        made.layers[LOST_LAYER][0][3, 5] += 1
+        for slot in (1, 3):
+            made.layers[LOST_LAYER][0][slot, 5] += 1
         while made.checks.faults or not made.kept.figures.bytes_by_source.get("host"):
             made.checks.visit(is_idle=True)
     dist.barrier()  # the first rank of the host has the records
@@ -76,7 +77,7 @@ def repaired(rank: int, config: Path) -> dict[str, Any]:
     return made.result()
 
 
-def test_slot_that_the_check_finds_damaged_is_repaired_without_a_map(tmp_path: Path) -> None:
+def test_slots_that_the_check_finds_damaged_are_repaired_without_a_map(tmp_path: Path) -> None:
     config = config_with_records(tmp_path)
     found = on_ranks(repaired, config)
 
@@ -84,7 +85,7 @@ def test_slot_that_the_check_finds_damaged_is_repaired_without_a_map(tmp_path: P
     assert [(one["faults"], one["placement"]) for one in found] == [([], 1.0)] * NUM_RANKS
     with closing(open_store(settings_in(config).deployment.store, NAME)) as store:
         report = report_of(store)
-    assert (report.faults, report.num_repaired) == ((), 1)
+    assert (report.faults, report.num_repaired) == ((), 2)
 
 
 def replaced(rank: int, config: Path) -> dict[str, Any]:

@@ -95,8 +95,12 @@ class SlotRecords:
     def experts_of_slots(self, layer: int) -> IntArray:
         """[S] the expert whose bytes each slot of all ranks has; NOBODY: none's. Collective."""
         weights, known = self._weights(layer), self._expert_of[layer]
-        records = [rows_of(weights, place) for place in range(len(weights[0]))]
-        own = [known.get(digest, NOBODY) for digest in digests_of(records)]
+        own = [NOBODY] * len(weights[0])
+        try:
+            records = [rows_of(weights, place) for place in range(len(own))]
+            own = [known.get(digest, NOBODY) for digest in digests_of(records)]
+        except Exception:  # the other ranks wait in the collective
+            log.exception("layer %d: the slots of this rank cannot be read", layer)
         everyone = of_all_ranks(torch.tensor(own, dtype=torch.int64), self._group)
         return everyone.flatten().numpy()
 
@@ -182,7 +186,7 @@ class SlotRecords:
             slot = int(own[0] if len(own) else holders[(reader + number) % len(holders)])
             source = slot // num_own
             if source == self.rank:
-                record = bytes_of(rows_of(weights, slot % num_own)).cpu()
+                record = self._read(layer, slot % num_own, num_bytes)
                 if reader == source:
                     brought[number] = record
                 else:
@@ -191,6 +195,14 @@ class SlotRecords:
                 brought[number] = torch.empty(num_bytes, dtype=torch.uint8)
                 dist.recv(brought[number], group=self._group, group_src=source)
         return brought
+
+    def _read(self, layer: int, place: int, num_bytes: int) -> torch.Tensor:
+        """The bytes of a slot of this rank; zeros, which no digest is of, if it cannot be read."""
+        try:
+            return bytes_of(rows_of(self._weights(layer), place)).cpu()
+        except Exception:  # the rank that lacks them waits for them
+            log.exception("layer %d: slot %d of this rank cannot be read", layer, place)
+            return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def _from_kept(self, layer: int, expert: int) -> torch.Tensor | None:
         if self.kept is None:

@@ -66,7 +66,7 @@ from telemetry.state.holder import new_holder, shown
 from telemetry.state.lease import Lease, LeaseOf
 from telemetry.state.runs import REPORT_EVERY_S, RankState
 from telemetry.state.store import StateStore
-from telemetry.state.tasks import TaskResult, TaskState
+from telemetry.state.tasks import Task, TaskResult, TaskState
 
 log = logging.getLogger(f"{__package__}.store_link")  # the module runs as __main__
 
@@ -375,7 +375,7 @@ class StoreLink:
             return
         self._leases["controller"] = lease
         self._finish(store, lease.token)
-        if self._open_task or (task := store.claim(fence=lease.token)) is None:
+        if self._open_task or (task := self._next_task(store, lease.token)) is None:
             return
         refusal = why_refused(task.kind, task.request)
         if refusal:
@@ -385,6 +385,11 @@ class StoreLink:
         question = PlanQuestion("task", task.id, bool(task.request.get("dry_run", True)))
         if self._planning is None or not self._planning.takes(question):
             self._reply(question)
+
+    @staticmethod
+    def _next_task(store: StateStore, fence: int) -> Task | None:
+        """A task that an earlier process of this rank had open when it died, else a queued one."""
+        return next(iter(store.tasks("running", limit=1)), None) or store.claim(fence=fence)
 
     def _why_observed(self, store: StateStore) -> str:
         if self._unproved and time.monotonic() >= self._next_proof:
@@ -400,8 +405,12 @@ class StoreLink:
             state: TaskState = "failed" if outcome.error else "done"
             plan_id = int(outcome.figures.get("plan_id", 0))
             result = TaskResult(outcome.error, plan_id, _details_of(outcome))
-            store.finish(outcome.question.task_id, state, result, fence=fence)
-            self._open_task = 0
+            number = outcome.question.task_id
+            # A process that dies may leave an outcome for the next, which has asked once more.
+            if (task := store.task(number)) is not None and task.state == "running":
+                store.finish(number, state, result, fence=fence)
+            if number == self._open_task:
+                self._open_task = 0
             self._outcomes.popleft()
 
 

@@ -277,7 +277,8 @@ class Rounds:
         self._restore_wrong(rows)
         if self.checks is not None:
             for row in rows:
-                self.checks.look_again(row)
+                is_right = self._records is not None and row not in self._faulty
+                self.checks.look_again(row, is_right=is_right)
 
     def _stop_moves(self, num_faults: int) -> None:
         """Begin no plan while any rank knows a fault."""
@@ -336,8 +337,16 @@ class Rounds:
         self._checked = self.generation
 
     def _ready(self) -> PlannerAnswer | None:
+        """The plan that is to begin now; one that waited until a switch was set never begins."""
         is_off = self._manager._rebalance_disabled_reason is not None
-        return None if self.recorder is None or self._chunks or is_off else self.recorder.ready
+        if self.recorder is None or self._chunks or is_off:
+            return None
+        ready, why_kept = self.recorder.ready, self.recorder.why_kept
+        if ready is None or not why_kept:
+            return ready
+        self.recorder.ready = None
+        self.recorder.send(MoveOutcome(ready.question, error=f"the map is kept: {why_kept}"))
+        return None
 
     @property
     def _is_due(self) -> bool:

@@ -7,8 +7,8 @@ multiplier is odd. The ids are ordered so that every prefix of the rows is close
 which matters for batches of fewer rows than entries.
 
 vLLM passes the map alone from its policy to the commit, one layer at a time in its asynchronous
-mode. The shares of the map are kept with the model and found again by the layer's row: a row that
-is not the decided one, for whatever reason, gets vLLM's own even lists.
+mode. The shares of the decided map are kept with the model and found again by the layer's row: a
+row that is not the decided one, for whatever reason, gets vLLM's own even lists.
 
 Shapes:  L MoE layers, E experts, S slots (physical experts), k lists of a layer, W entries.
 """
@@ -16,7 +16,7 @@ Shapes:  L MoE layers, E experts, S slots (physical experts), k lists of a layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,10 +45,9 @@ BYTES_PER_S = 24e9
 
 def planned(
     load: IntArray,
-    held: IntArray,
+    serving: IntArray,
     system: System,
     settings: PluginSettings,
-    standing: MapDecision | None,
     *,
     is_first: bool,
 ) -> eplb.Plan:
@@ -56,23 +55,18 @@ def planned(
 
     Args:
         load: [L, E] tokens of the window, of all ranks.
-        held: [L, P] the map that serves.
+        serving: [2, L, P] the map that serves, and its repetitions; 0: vLLM's own even list.
         system: ranks and model.
         settings: limits of the plan.
-        standing: the decision that made this map, with the shares by which it is dispatched; None:
-            vLLM's own even lists.
         is_first: the map is not from a plan, so any number of experts may move.
 
     Raises:
         EplbError: no plan can be made.
     """
-    engine = settings.engine
-    current = eplb.Placement(held.astype(np.int32), load.shape[1], 1)
-    if standing is not None:
-        current = replace(current, slot_share=standing.shares())
+    engine, (held, repeats) = settings.engine, serving
     return common.planned(
         load,
-        current,
+        eplb.Placement(held.astype(np.int32), load.shape[1], 1, shares_by(held, repeats)),
         system,
         eplb.DispatchRule.WEIGHTED if engine.shares else eplb.DispatchRule.EVEN,
         max_moved=None if is_first else engine.max_moved,
@@ -106,6 +100,11 @@ def repetitions(held: IntArray, share: NDArray[np.float64], num_entries: int = E
     return list_weights(held, share, num_entries, needs_list, plain=0)
 
 
+def shares_by(held: IntArray, repeats: IntArray) -> NDArray[np.float64]:
+    """[L, S] the part of its expert's rows that each slot gets, by ``repetitions`` [L, S]."""
+    return shares_of(held, np.maximum(repeats, 1))
+
+
 def chosen_entries(num_rows: int, num_entries: int) -> IntArray:
     """The entry of a list that the router looks up for each of the first rows."""
     rows = np.arange(num_rows, dtype=np.uint64)
@@ -135,10 +134,6 @@ class MapDecision:
         entries = spread[:, np.argsort(chosen_entries(num_entries, num_entries))]
         object.__setattr__(self, "_lists", (layers, experts, entries))
 
-    def shares(self) -> NDArray[np.float64]:
-        """[L, S] the part of its expert's rows that each slot gets."""
-        return shares_of(self.held, np.maximum(self.repeats, 1))
-
     def lists_of(self, layer: int) -> tuple[IntArray, IntArray]:
         """[k] experts of a layer that need a list, and [k, W] their lists of physical ids."""
         layers, experts, entries = self._lists
@@ -149,12 +144,14 @@ class MapDecision:
 class ServedMap:
     """The map of one model, as the last commits left it, and what was decided last for it.
 
-    The decision is written by the policy's thread, and read by the step.
+    The decision is written by the policy's thread, and read by the step. A layer may serve another
+    row than the decided one: what serves is ``held`` and ``repeats``.
     """
 
     model_state: Any
     held: IntArray  # [L, S]
     repeats: IntArray  # [L, S]
+    is_planned: bool = False  # whether a plan has made the map; False: it is that of the start
     latest: MapDecision | None = None
     check: TransferCheck | None = None  # of what vLLM moves; on all ranks, or on none
 
@@ -168,10 +165,10 @@ class ServedMap:
         """E."""
         return int(self.model.num_logical_experts)
 
-    def decision_of(self, held: IntArray) -> MapDecision | None:
-        """Return the latest decision, if it asks for this map [L, S]."""
-        latest = self.latest
-        return latest if latest is not None and np.array_equal(latest.held, held) else None
+    @property
+    def serving(self) -> IntArray:
+        """[2, L, S] a copy of the map that serves, and of its repetitions."""
+        return np.stack([self.held, self.repeats])
 
     def decision_of_layer(self, row: IntArray, layer: int) -> MapDecision | None:
         """Return the latest decision, if it asks for this row [S] of a layer."""

@@ -117,7 +117,7 @@ def _decided(
     process.stop_moves(process.left_behind or (FAULTS_STOP_MOVES if state.num_faults else ""))
     process.hand_back(why, is_so=bool(state.engine_plans))
     is_left = bool(state.engine_plans) and not process.stopped
-    message = torch.from_numpy(_standing(served, held))
+    message = torch.from_numpy(_serving(served, held))
     if plan is not None:
         wanted, figures = plan
         is_kept = is_left or bool(process.why_kept) or question.is_dry
@@ -141,19 +141,16 @@ def _noted(
     """[L, P] a map that is decided for a model, noted with its lists for the commit."""
     wanted, repeats = decided.map_and_repeats
     if served is not None:
-        standing = served.decision_of(held)
         # A KEEP leaves the map of the start as it is: the plan after it may still move any number.
         is_changed = not np.array_equal(wanted, held)
-        was_planned = standing is not None and standing.is_planned
-        is_planned = decided.is_planned and (was_planned or is_changed)
+        is_planned = decided.is_planned and (served.is_planned or is_changed)
         served.latest = MapDecision(wanted.copy(), repeats.copy(), num_experts, is_planned)
     return np.array(wanted)
 
 
-def _standing(served: ServedMap | None, held: IntArray) -> IntArray:
+def _serving(served: ServedMap | None, held: IntArray) -> IntArray:
     """[2, L, P] the map that serves, and its repetitions."""
-    standing = None if served is None else served.decision_of(held)
-    return np.stack([held, np.zeros_like(held) if standing is None else standing.repeats])
+    return np.stack([held, np.zeros_like(held)]) if served is None else served.serving
 
 
 def _planned(
@@ -167,12 +164,10 @@ def _planned(
 
     It never raises: the engine's pass or its worker would fail with it, and other ranks wait.
     """
-    began, wanted = time.monotonic(), _standing(served, held)
+    began, wanted = time.monotonic(), _serving(served, held)
     try:
-        standing = None if served is None else served.decision_of(held)
-        is_first = standing is None or not standing.is_planned
-        system, settings = process.system, process.settings
-        plan = planned(load, held, system, settings, standing, is_first=is_first)
+        is_first = served is None or not served.is_planned
+        plan = planned(load, wanted, process.system, process.settings, is_first=is_first)
         if plan.decision is not eplb.Decision.KEEP:
             target = plan.target.slot_to_expert.astype(np.int64)
             repeats = np.zeros_like(held)

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import eplb
 from eplb.core.load import Phase
 from eplb.errors import MigrationError, RankError
 from rebalance.engines.common.fsck.check import DeviceMaps, EngineView
@@ -46,7 +45,14 @@ from rebalance.engines.common.start import (
 from rebalance.engines.common.store_process import StoreProcess, identity_of, why_engine_plans
 from rebalance.engines.common.tap import IntArray
 from rebalance.engines.vllm.conform import experts_of, read_of
-from rebalance.engines.vllm.decisions import ENTRIES, MapDecision, ServedMap, next_served, planned
+from rebalance.engines.vllm.decisions import (
+    ENTRIES,
+    MapDecision,
+    ServedMap,
+    next_served,
+    planned,
+    shares_by,
+)
 from rebalance.engines.vllm.mover import TransferCheck
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
@@ -193,16 +199,16 @@ class PluginProcess:
         nodes = num_nodes if size % num_nodes == 0 else 1
         self.system = System(size, nodes, model.num_expert_groups, expert_bytes)
         if self.is_on("policy") and not self.group.rank_in_group:
-            self._compile_planner(held, served.num_experts)
+            self._compile_planner(served.serving, served.num_experts)
         if self.is_on("tap"):
             self._start_tap(served)
 
-    def _compile_planner(self, held: IntArray, num_experts: int) -> None:
+    def _compile_planner(self, serving: IntArray, num_experts: int) -> None:
         """Make plans that nobody uses: the first one compiles, for seconds."""
-        load = np.random.default_rng(SEED).integers(1, 1000, (len(held), num_experts))
+        load = np.random.default_rng(SEED).integers(1, 1000, (serving.shape[1], num_experts))
         try:
             for is_first in (True, False):
-                planned(load, held, self.system, self.settings, None, is_first=is_first)
+                planned(load, serving, self.system, self.settings, is_first=is_first)
         except Exception as exc:  # each plan that vLLM asks for will say so, and count
             log.warning("a first plan cannot be made: %s: %s", type(exc).__name__, exc)
 
@@ -358,7 +364,7 @@ class PluginProcess:
         if is_right:
             check.faulty.discard(layer)
         if self.checks is not None:  # a fault is over once its slot was looked at again
-            self.checks.look_again(layer)
+            self.checks.look_again(layer, is_right=is_right)
         return verdict
 
     def _take_replaced(self, target: ServedMap, wanted: IntArray) -> None:
@@ -453,6 +459,8 @@ class PluginProcess:
         if served is None:
             return
         served.held[layer], served.repeats[layer] = row, 0
+        if (decided := served.decision_of_layer(row, layer)) is not None:
+            served.is_planned = decided.is_planned
         decision = self._decision(served, row, layer)
         if decision is None or not decision.repeats[layer].any():
             return
@@ -498,11 +506,7 @@ class PluginProcess:
         if self.recorder is None or served is None or self.group.rank_in_group:
             return
         held, num_experts = served.held.astype(np.int32), served.num_experts
-        decision = served.decision_of(served.held)
-        if decision is not None and np.array_equal(decision.repeats, served.repeats):
-            share = decision.shares()
-        else:
-            share = np.array(eplb.Placement(held, num_experts).slot_share)
+        share = shares_by(served.held, served.repeats)
         moving, self._moving = self._moving, None
         question, figures = moving or (None, {})
         assert self._joined is not None, "the ranks have joined"

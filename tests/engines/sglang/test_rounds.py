@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,16 @@ import torch
 
 from rebalance.engines.common.messages import PlanQuestion
 from rebalance.engines.sglang import engine
+from telemetry import open_store
 from tests.support.engines.gauge import value_of
 from tests.support.engines.ranks import (
     INTERVAL,
+    NAME,
     WINDOW,
     config_in,
     on_ranks,
     popularity_of,
+    settings_in,
 )
 from tests.support.engines.sglang_ranks import NUM_RANKS, WITH_TASKS_ALONE, Rank, make_rank
 
@@ -101,6 +106,29 @@ def paused(rank: int, config: Path) -> list[int]:
 
 def test_plan_waits_while_the_engine_has_disabled_rebalances(tmp_path: Path) -> None:
     assert on_ranks(paused, config_in(tmp_path)) == [[0, 1]] * NUM_RANKS
+
+
+def switched_off(rank: int, config: Path) -> tuple[int, bool]:
+    """Maps after a plan that waited while moves were switched off, and whether it waits still."""
+    made = make_rank(rank, config, **WITH_TASKS_ALONE)
+    made.until(lambda: made.recorder is not None)
+    made.manager.disable_rebalance("scaling")
+    before = made.generation
+    if rank == 0:
+        made.recorder.ask(PlanQuestion("interval"))
+    made.until(lambda: made.recorder.ready is not None)
+    if rank == 0:
+        with closing(open_store(settings_in(config).deployment.store, NAME)) as store:
+            store.set_control(replace(store.control(), movement=False), reason="test")
+    made.until(lambda: made.recorder.why_kept)
+    made.manager.enable_rebalance()
+    made.steps(2 * WINDOW)
+    made.close()
+    return made.generation - before, made.recorder.ready is not None
+
+
+def test_plan_that_waited_until_moves_were_switched_off_never_begins(tmp_path: Path) -> None:
+    assert on_ranks(switched_off, config_in(tmp_path)) == [(0, False)] * NUM_RANKS
 
 
 def solved(rank: int, config: Path) -> tuple[int, int]:

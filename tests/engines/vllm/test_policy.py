@@ -66,6 +66,33 @@ def first_map() -> torch.Tensor:
     return torch.tensor([list(held)] * LAYERS)
 
 
+def commit(served: ServedMap, kept: int | None = None) -> torch.Tensor:
+    """Have the latest decision serve, as its commits leave it; a kept layer stays as it was."""
+    decided = served.latest
+    layers = [layer for layer in range(LAYERS) if layer != kept]
+    served.held[layers], served.repeats[layers] = decided.held[layers], decided.repeats[layers]
+    served.is_planned = decided.is_planned
+    return torch.from_numpy(served.held.copy())
+
+
+def served_by(process: PluginProcess) -> ServedMap:
+    """A model with the map of the start, which the plug-in has taken over."""
+    held = first_map().numpy()
+    state = SimpleNamespace(model=SimpleNamespace(num_logical_experts=EXPERTS))
+    process._served.append(ServedMap(state, held, np.zeros_like(held)))
+    return process._served[-1]
+
+
+def served_imbalance(served: ServedMap, load: torch.Tensor) -> float:
+    """By the slots and lists that serve."""
+    count = [[row.tolist().count(e) for e in row] for row in served.held]
+    listed = served.repeats > 0
+    share = np.where(listed, served.repeats / 256, 1 / np.array(count))
+    by_slot = load.numpy()[np.arange(LAYERS)[:, None], served.held] * share
+    by_rank = by_slot.reshape(LAYERS, RANKS, -1).sum(axis=2)
+    return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
+
+
 def duplicates(held: torch.Tensor) -> int:
     by_rank = held.reshape(LAYERS * RANKS, -1).tolist()
     return sum(len(one) - len(set(one)) for one in by_rank)
@@ -102,21 +129,34 @@ def test_plan_for_the_load_that_made_the_map_keeps_it_and_says_its_imbalance(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     process = made_process()
-    policy, state = policy_of(process), SimpleNamespace(num_logical_experts=EXPERTS)
-    served = ServedMap(SimpleNamespace(model=state), first_map().numpy(), first_map().numpy() * 0)
-    process._served.append(served)
+    policy, served, load = policy_of(process), served_by(process), load_of(SEED)
     with caplog.at_level("INFO"):
-        wanted = policy.rebalance_experts(load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
-        served.held[:] = wanted  # as its commits leave it
-        again = policy.rebalance_experts(load_of(SEED), SLOTS, 1, 1, RANKS, wanted)
+        policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, first_map())
+        serving = commit(served)
+        again = policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, serving)
 
-    by_slot = load_of(SEED).numpy()[np.arange(LAYERS)[:, None], wanted] * served.latest.shares()
-    by_rank = by_slot.reshape(LAYERS, RANKS, -1).sum(axis=2)
-    served_imbalance = by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum()
-    assert torch.equal(again, wanted)
+    assert torch.equal(again, serving)
     second = [line for line in caplog.messages if "decision=" in line][1]
     assert "decision=KEEP" in second
-    assert f"imbalance {served_imbalance:.3f} -> " in second
+    assert f"imbalance {served_imbalance(served, load):.3f} -> " in second
+
+
+def test_layer_that_keeps_its_map_leaves_shares_and_limit_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    process = made_process()
+    policy, served = policy_of(process), served_by(process)
+    policy.rebalance_experts(load_of(SEED), SLOTS, 1, 1, RANKS, first_map())
+    commit(served)
+    policy.rebalance_experts(load_of(SEED + 1), SLOTS, 1, 1, RANKS, commit(served))
+    serving = commit(served, kept=1)
+    repeats, load = served.repeats.copy(), load_of(SEED + 2)
+    with caplog.at_level("INFO"):
+        wanted = policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, serving)
+
+    assert repeats[[0, 2, 3]].any(axis=1).all(), "each of these layers has uneven shares"
+    assert f"imbalance {served_imbalance(served, load):.3f} -> " in caplog.messages[-1]
+    assert 0 < (wanted != serving).sum() <= PluginSettings().engine.max_moved * LAYERS * SLOTS
 
 
 def fails(*_: object, **__: object) -> Any:
@@ -153,17 +193,15 @@ def test_failing_planner_leaves_maps_to_vllm_until_a_plan_is_made(
 def test_models_of_one_shape_have_each_the_limit_of_a_later_plan() -> None:
     process = made_process()
     policy, maps = policy_of(process), [first_map(), first_map()]
-    for held in maps:
-        state = SimpleNamespace(model=SimpleNamespace(num_logical_experts=EXPERTS))
-        process._served.append(ServedMap(state, held.numpy().copy(), np.zeros(held.shape, int)))
+    for _ in maps:
+        served_by(process)
     moves = []
     for turn in range(4):
         for number, served in enumerate(process._served):
             load = load_of(10 * turn + number)
             wanted = policy.rebalance_experts(load, SLOTS, 1, 1, RANKS, maps[number])
             moves.append(int((wanted != maps[number]).sum()))
-            maps[number] = wanted
-            served.held[:] = wanted  # as its commits leave it
+            maps[number] = commit(served)
 
     most = PluginSettings().engine.max_moved * LAYERS * SLOTS
     assert min(moves[:2]) > most, "the first plan of each moves any number"

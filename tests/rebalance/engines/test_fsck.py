@@ -295,6 +295,32 @@ def test_rank_that_cannot_begin_switches_the_check_off_on_all() -> None:
     assert check.num_checked == 0
 
 
+def test_fault_that_is_known_when_the_check_ends_is_over_once_its_layer_was_found_right() -> None:
+    ranks = ranks_with(18, rows=1)
+    is_readable = True
+
+    def layer(row: int) -> Any:
+        if not is_readable:
+            raise RuntimeError("the layer has left")
+        return ranks[0].layer(row)
+
+    view = EngineView(range(1), layer, lambda row: ranks[0].maps[row], 0, RANKS)
+    other = (digests_of(ranks[1].view), "")
+    check = RankCheck("vllm", lambda own: [own, other], lambda *_: None)
+    check.begin(lambda: view)
+    ranks[0].layers[0].weight.data[2] += 1
+    while not check.num_wrong:
+        check.visit(is_idle=True)
+    is_readable = False
+    while check.num_checked:  # 0 without a check
+        check.visit(is_idle=True)
+
+    check.look_again(0, is_right=False)
+    assert check.num_wrong == 1
+    check.look_again(0, is_right=True)
+    assert check.num_wrong == 0
+
+
 def test_references_of_digests_that_json_has_carried_are_those_of_the_digests() -> None:
     ranks = ranks_with(17, rows=2)
     own = [digests_of(rank.view) for rank in ranks]

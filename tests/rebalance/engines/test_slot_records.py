@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rebalance.engines.common.records import digests_of_experts, digests_of_slots
+from rebalance.engines.common.records import NOBODY, digests_of_experts, digests_of_slots
 from rebalance.engines.common.slot_records import SlotRecords, Verdict
 from tests.support.processes import run_ranks_in
 
@@ -75,3 +75,19 @@ def test_layer_is_judged_by_its_bytes_and_repaired_from_other_slots(
 
     assert {(name, num_missing) for name, num_missing, _ in found} == {(verdict.name, missing)}
     assert all(is_right for *_, is_right in found) == (not missing)
+
+
+def unreadable(rank: int) -> list[int]:
+    """The experts of all slots, while rank 1 cannot read those of its own."""
+    weights = weights_of(own_of(START, rank))
+    digests = digests_of_experts(START, digests_of_slots([weights], dist.group.WORLD))
+    records = SlotRecords(lambda layer: weights, digests, START, dist.group.WORLD, None)
+    if rank == 1:
+        weights[0] = weights[0].to("meta")
+    return [int(expert) for expert in records.experts_of_slots(0)]
+
+
+def test_rank_that_cannot_read_its_slots_has_nobody_in_them_and_leaves_no_rank_waiting(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks_in(tmp_path, 2, unreadable) == [[0, 1, 2, NOBODY, NOBODY, NOBODY]] * 2

@@ -574,6 +574,29 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         assert not list(store.events_backwards(("plan",))), "a dry run decides nothing"
 
 
+def test_task_of_a_killed_process_is_asked_again_and_its_second_outcome_ignored(
+    url: str, process: StoreProcess
+) -> None:
+    with closing(open_store(url, DEPLOYMENT)) as store:
+        until(store.current_run)
+        task = store.submit("rebalance", {"dry_run": True})
+        until(lambda: process.questions)
+        asked, before = process.questions.popleft(), process.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        until(lambda: process.questions)
+        asked_again = process.questions.popleft()
+        for question in (asked, asked_again):
+            process.send(MoveOutcome(question, KEEP))
+        until(lambda: (now := store.task(task.id)) is not None and now.state == "done")
+        following = store.submit("rebalance", {"dry_run": True})
+        until(lambda: process.questions)
+        process.send(MoveOutcome(process.questions.popleft(), KEEP))
+        until(lambda: (now := store.task(following.id)) is not None and now.state == "done")
+
+    assert (asked.task_id, asked_again.task_id) == (task.id, task.id)
+
+
 def test_task_that_an_engine_cannot_do_fails_with_the_reason(
     url: str, process: StoreProcess
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
@@ -108,10 +109,19 @@ class RankCheck:
                     return f"the engine does not move {fault.name} with its expert"
         return ""
 
-    def look_again(self, row: int) -> None:
-        """Look next at the slots of a layer that were wrong: they may be right by now."""
+    def look_again(self, row: int, *, is_right: bool) -> None:
+        """Look next at the slots of a layer that were wrong: they may be right by now.
+
+        Args:
+            row: of the layer.
+            is_right: whether the bytes of all its slots were found right; where the check has
+                ended, and looks at nothing any more, this decides.
+        """
         if self._view is None:
             return
+        if self._check is None and is_right:
+            over = [it for it in self.faults if it.kind == "slot" and it.row == row]
+            self._forget([(it.kind, it.row, it.slot, it.name) for it in over])
         layer, first = self._view.rows.index(row), self._view.slot(0)
         for fault in self.faults:
             if fault.row == row and fault.kind in STOP_MOVES:
@@ -211,7 +221,7 @@ class RankCheck:
             log.warning("placement fault is over: %s", fault)
             self._write(REPAIRED, {"row": fault.row, "slot": fault.slot, "name": fault.name})
         if over:
-            set_part(self._engine, "placement", is_on=not self.faults)
+            set_part(self._engine, "placement", is_on=self._check is not None and not self.faults)
 
     def _note(self, faults: list[Fault]) -> None:
         if faults:
@@ -247,15 +257,20 @@ class SlotRepair:
 
     def __init__(self, kept: Kept, view: EngineView) -> None:
         self._kept, self._view = kept, view
+        self._waiting: deque[Fault] = deque()  # faults whose turn comes
         self._fault: Fault | None = None  # whose record is on its way
         self._record: torch.Tensor | None = None  # once it is here
         self._error = ""
 
     def begin(self, fault: Fault) -> None:
-        """Have the record of a slot's expert brought, unless another one is on its way."""
-        if self._fault is None:
-            self._fault, self._record, self._error = fault, None, ""
-            Thread(target=self._bring, args=(fault,), name="eplb-repair", daemon=True).start()
+        """Have the record of a slot's expert brought, once those before it were written."""
+        self._waiting.append(fault)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        if self._fault is None and self._waiting:
+            self._fault, self._record, self._error = self._waiting.popleft(), None, ""
+            Thread(target=self._bring, args=(self._fault,), name="eplb-repair", daemon=True).start()
 
     def _bring(self, fault: Fault) -> None:
         try:
@@ -270,6 +285,7 @@ class SlotRepair:
             return None
         self._fault = None
         why_not = self._error or self._why_not(fault)
+        self._begin_next()
         if why_not or record is None:
             log.warning("not repaired: layer %d slot %d: %s", fault.row, fault.slot, why_not)
             return None
