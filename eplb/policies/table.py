@@ -279,7 +279,7 @@ def register_policy(name: str, policy: Policy | PolicyEntry) -> None:
         ConfigError: another policy has that name, or it is no function.
     """
     if not isinstance(name, str) or not name.isprintable() or not name:
-        raise ConfigError(f"policy name is {name!r}, expected printable text")
+        raise ConfigError(f"policy name is {name!r}, expected text that can be printed")
     if not isinstance(policy, PolicyEntry) and not callable(policy):
         raise ConfigError(
             f"policy {name!r} is {policy!r}, expected a function from a Problem to a Placement"
