@@ -28,12 +28,8 @@ from eplb.migration.build import LINKS, link_of, moves_between
 from eplb.planner import plan
 from simulations.inputs import busy_windows, model_of
 from telemetry.formats.engines.sglang import MAP
-from telemetry.formats.table import (
-    WriteOptions,
-    placement_bytes,
-    read_placement,
-)
-from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions
+from telemetry.formats.table import placement_bytes, read_placement
+from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, WriteOptions
 from telemetry.written_files import file_digest, write_atomically
 
 # What each engine does by default; --dispatch names another one.

@@ -25,15 +25,8 @@ from api.engine_plan import PlannedGroup, lines_of, plan_for_engine
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
 from telemetry.formats.checks import TARGETS, TargetDeployment, findings
-from telemetry.formats.table import (
-    WriteOptions,
-    read,
-    read_load,
-    read_placement,
-    write_load,
-    write_placement,
-)
-from telemetry.formats.types import LoadFile
+from telemetry.formats.table import read, read_load, read_placement, write_load, write_placement
+from telemetry.formats.types import LoadFile, WriteOptions
 from telemetry.written_files import file_digest
 
 WRONG = 1  # exit status: the engine would refuse the placement

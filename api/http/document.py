@@ -94,7 +94,7 @@ def _describe(parameter: dict[str, Any]) -> None:
 
 
 def _add_refusals(responses: dict[str, Any], path: str, method: str) -> None:
-    common = OF_ALL
+    common: tuple[ProblemType, ...] = OF_ALL
     if path.startswith(V1):
         common += OF_KEYS + OF_STORE
     if method != "get":

@@ -148,7 +148,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Close connections that keep others out; uvicorn calls this ten times a second."""
         now, connections = time.monotonic(), self.server_state.connections
-        unserved = (one for one in connections if one.conn.their_state not in WHOLE)  # type: ignore[union-attr]
+        unserved = (one for one in connections if one.conn.their_state not in WHOLE)  # type: ignore[union-attr, operator]
         self._since = {one: self._since.get(one, now) for one in unserved}
         num_excess = len(connections) - self._limits.max_connections
         until = now - 2 * self._limits.request_deadline_s

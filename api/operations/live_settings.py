@@ -96,6 +96,11 @@ def settings_answer(state: LiveState) -> SettingsAnswer:
     return SettingsAnswer(revision=state.revision, settings=settings_in(state))
 
 
+def reason_of(body: _SettingsBody) -> str:
+    """Why settings change; the type of the body is made at its import."""
+    return body.reason
+
+
 def changes_in(body: _SettingsBody) -> dict[str, Any]:
     """Give the live settings that a body names, checked.
 
@@ -135,4 +140,4 @@ def change_settings(live: Live, revision: KnownRevision, body: SettingsRequest) 
     removes a live value.
     """
     changes = changes_in(body)
-    return settings_answer(live.make(changes, expected=revision, reason=body.reason))
+    return settings_answer(live.make(changes, expected=revision, reason=reason_of(body)))

@@ -33,8 +33,8 @@ from eplb.core.topology import Topology
 from eplb.declared import Meaning
 from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError, counted
 from eplb.migration.serialisation import model_from_dict, topology_from_dict
-from telemetry.formats.table import WriteOptions, placement_bytes
-from telemetry.formats.types import Layers, PlacementFile
+from telemetry.formats.table import placement_bytes
+from telemetry.formats.types import Layers, PlacementFile, WriteOptions
 from telemetry.state.placements import CommittedPlacement
 from telemetry.state.store import StateStore
 from telemetry.written_files import file_digest, write_atomically

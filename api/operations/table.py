@@ -63,7 +63,7 @@ def read_answer(function: Callable[..., Any], content: bytes) -> Any:
         return TypeAdapter(route.response_model).validate_json(content)
     except ValidationError as exc:
         first = exc.errors()[0]
-        method = "".join(route.methods)
+        method = "".join(route.methods or ())
         raise ConfigError(
             f"the answer to {method} {route.path} has {'.'.join(map(str, first['loc']))!r}: "
             f"{first['msg']}, expected that of a service of this version of eplb"

@@ -270,7 +270,7 @@ def _reads_as_ids(values: NDArray[Any]) -> bool:
     largest = int(values.max())
     repeats = num_tokens * num_layers * top_k * (top_k - 1) / 2 / (largest + 1)
     is_evident = repeats >= FEWEST_REPEATS or (top_k == 1 and num_tokens > largest)
-    return largest >= top_k and is_evident
+    return bool(largest >= top_k and is_evident)
 
 
 def repeats_expert(ids: NDArray[Any]) -> tuple[int, int] | None:

@@ -29,8 +29,8 @@ from simulations.step_time import HARDWARE
 from simulations.windows import Tokens, WindowSeries
 from simulations.workloads import PREFIX
 from telemetry.formats.model_config import model_by_name
-from telemetry.formats.table import WriteOptions, write_placement
-from telemetry.formats.types import Layers, PlacementFile, ReadOptions
+from telemetry.formats.table import write_placement
+from telemetry.formats.types import Layers, PlacementFile, ReadOptions, WriteOptions
 from telemetry.written_files import check_writable, file_digest
 
 MAX_WINDOWS = 4096
@@ -247,8 +247,9 @@ def replayed(
                     done = f"{number:,} of {total:,} windows after {seconds:.0f} s"
                     typer.echo(f"{done}: about {all_s} in all", err=True)
             if is_logged:
-                seconds = f"{monotonic() - begin:.0f} s"
-                typer.echo(f"replay {next(replays)} done after {seconds}", err=True)
+                typer.echo(
+                    f"replay {next(replays)} done after {monotonic() - begin:.0f} s", err=True
+                )
 
         yield replace(load, read=read)
 
