@@ -68,7 +68,7 @@ def asking(place: ApiOptions, wait_s: float | None = None) -> Iterator[Ask]:
         ) -> Answer:
             route = route_of(function)
             assert route is not None, f"{function.__name__} answers a request"
-            (method,) = route.methods or ()
+            method = "".join(route.methods or ())
             given = {name: value for name, value in values.items() if value is not None}
             in_path = {one.name: given.pop(one.name) for one in route.dependant.path_params}
             request = client.build_request(
