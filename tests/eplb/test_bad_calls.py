@@ -40,10 +40,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "ranks past all": (lambda: Topology.uniform(10**6, 10**6, 2), "at most 65,536 ranks"),
     "slots past all": (lambda: Topology.uniform(1, 2, 10**12), "of 65,536 slots"),
     "policy 3": (lambda: register_policy("x", 3), "policy 'x' is 3"),
-    "policy's name": (
-        lambda: register_policy("a\nb", lambda p: HELD),
-        "expected text that can be printed",
-    ),
+    "policy's name": (lambda: register_policy("a\nb", lambda p: HELD), "expected text that can"),
     "policy of a list": (lambda: plan(LOAD, RANKS, policy=[]), r"policy is \[\], expected str"),
     "plan without ranks": (lambda: plan(LOAD, NONE), "topology is None, expected Topology"),
     "current": (
