@@ -70,7 +70,6 @@ def choose(
             rank,
             bank,
             reader,
-            None,
             open_peers=lambda: map_peers(rank, TOPOLOGY, bank, handles.__getitem__),
             known=KnownRecords(placement, TOPOLOGY, digests),
             group=group,
