@@ -134,6 +134,7 @@ def create_metrics_app(
     app = _bare_app("EPLB metrics")
     app.state.deployments, app.state.limits = deployments, METRICS_LIMITS
     app.state.streams = None
+    app.add_middleware(DeploymentLookup, deployments=deployments)
     _add_checks(app, token, state_dir)
     route = route_of(metrics)
     assert route is not None, "the admin API has it"

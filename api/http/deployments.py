@@ -235,7 +235,7 @@ class DeploymentLookup:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
         if scope["type"] == "http":
-            name = scope["state"]["asked_for"]
+            name = scope["state"].get("asked_for")  # paths of /metrics alone have no prefix
             try:
                 found = self._deployments.own if name is None else self._deployments.one(name)
             except Refused as exc:

@@ -169,6 +169,8 @@ class Reached:
         self._world, self._host, self.deployment = world, host, world.deployment_name
 
     def __getattr__(self, name: str) -> Any:
+        if name == "unreadable":  # no access to the store: what was found in its records
+            return self._world.backend.unreadable
         return partial(self._act, name)
 
     def _act(self, name: str, *given: Any, **named: Any) -> Any:

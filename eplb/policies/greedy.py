@@ -12,10 +12,11 @@ Source of the idea: DeepSeek's published balancer (deepseek-ai/EPLB).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from eplb.core.constraints import least_replicas
+from eplb.core.constraints import Constraints, least_replicas
 from eplb.core.demand import Demand, time_of
 from eplb.core.jit import FloatArray, IntArray
 from eplb.core.placement import Placement
@@ -44,6 +45,8 @@ FEWEST_JUDGED = 4  # blocks of windows: a half of one window is its sum, and sho
 SAMPLED = 16  # layers, at most, of which halves of the windows judge each other
 SURE = 2.0  # standard errors
 ROUNDING = 1e-9
+# The judged plans are fresh ones: pins and limits hold for the serving placement.
+ANEW: dict[str, Any] = {"current": None, "constraints": Constraints()}
 
 
 def greedy(problem: Problem) -> IntArray:
@@ -98,9 +101,7 @@ def sum_serves(problem: Problem) -> bool:
     worse = []
     for seen, unseen in ((kept[:cut], kept[cut:]), (kept[cut:], kept[:cut])):
         seen_part, judge = (
-            replace(problem, history=problem.history.of_windows(half), current=None).of_layers(
-                layers
-            )
+            replace(problem, history=problem.history.of_windows(half), **ANEW).of_layers(layers)
             for half in (seen, unseen)
         )
         on_windows, on_sum = (

@@ -151,9 +151,9 @@ class ServedMap:
     model_state: Any
     held: IntArray  # [L, S]
     repeats: IntArray  # [L, S]
-    is_planned: bool = False  # whether a plan has made the map; False: it is that of the start
     latest: MapDecision | None = None
     check: TransferCheck | None = None  # of what vLLM moves; on all ranks, or on none
+    is_planned: bool = False  # whether a plan has made the map; False: it is that of the start
 
     @property
     def model(self) -> Any:

@@ -300,7 +300,7 @@ def test_port_in_use_is_refused_and_one_of_a_service_that_ended_is_free(store: S
 def test_service_with_a_certificate_answers_https_alone(store: SlowStore, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     trust = partial(ssl.create_default_context, cafile=authority.file)
-    certificate = authority.issue("127.0.0.1").certificate
+    certificate = authority.issue("127.0.0.1")
     pause: Any = {"url": "/api/v1/pause", "json": {}}
 
     with serving(create_app(store), certificate=certificate) as service:
@@ -318,7 +318,7 @@ def test_service_with_a_certificate_answers_https_alone(store: SlowStore, tmp_pa
 def test_connection_that_begins_no_tls_handshake_is_closed(
     store: SlowStore, tmp_path: Path
 ) -> None:
-    certificate = Authority(tmp_path).issue("127.0.0.1").certificate
+    certificate = Authority(tmp_path).issue("127.0.0.1")
     limits = replace(LIMITS, request_deadline_s=0.1)
 
     with (
@@ -331,7 +331,7 @@ def test_connection_that_begins_no_tls_handshake_is_closed(
 def test_expired_certificate_is_refused_before_the_port_is_bound(
     store: SlowStore, tmp_path: Path
 ) -> None:
-    certificate = Authority(tmp_path).issue("127.0.0.1", expired=True).certificate
+    certificate = Authority(tmp_path).issue("127.0.0.1", expired=True)
 
     with pytest.raises(ConfigError, match="expired"):
         HttpService(create_app(store), certificate=certificate)

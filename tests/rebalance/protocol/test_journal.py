@@ -221,7 +221,8 @@ def test_every_phase_change_has_a_journal_entry() -> None:
 
 def test_journal_records_a_vote_only_when_it_changes() -> None:
     notes = Notes()
-    recorder = JournalRecorder(notes, lambda: 9)
+    recorder = JournalRecorder(notes)
+    recorder.step = 9
     ballots = [
         phases.ballot(RankPhase(generation=4), step=s, membership=0, halt=s > 4)
         for s in (0, 2, 4, 6)
@@ -236,7 +237,7 @@ def test_journal_records_a_vote_only_when_it_changes() -> None:
 
 
 def test_rank_without_a_journal_takes_no_notes() -> None:
-    JournalRecorder(NoJournal(), lambda: 0).note("staged", RankPhase(generation=4))
+    JournalRecorder(NoJournal()).note("staged", RankPhase(generation=4))
 
 
 # -- the table

@@ -80,9 +80,10 @@ def test_plan_that_some_rank_never_takes_up_is_dropped(watchdog: Watchdog, clock
 
 
 class Ranked:
-    """The agent as a watcher sees it, and where its reports go."""
+    """The rank as a watcher sees it, and where its reports go."""
 
     def __init__(self) -> None:
+        self.membership = 0
         self.reports: list[RankState] = []
         self.fails_with: BaseException | None = None
 
