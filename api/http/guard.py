@@ -160,7 +160,7 @@ async def check_request(request: Request) -> None:
     if request.method in SAFE_METHODS:
         return
     headers = request.headers
-    own_origin = f"{request.url.scheme}://{headers['host']}"
+    own_origin = f"{request.url.scheme}://{headers.get('host', '')}"
     if headers.get("origin", own_origin) != own_origin:
         why = f"the origin is another site, expected {own_origin}"
         raise _refused(request, ProblemType.FOREIGN_ORIGIN, why)

@@ -148,7 +148,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Close connections that keep others out; uvicorn calls this ten times a second."""
         now, connections = time.monotonic(), self.server_state.connections
-        unserved = (one for one in connections if one.conn.their_state not in WHOLE)  # type: ignore[union-attr, operator]
+        unserved = filter(_waits_for_request, connections)
         self._since = {one: self._since.get(one, now) for one in unserved}
         num_excess = len(connections) - self._limits.max_connections
         until = now - 2 * self._limits.request_deadline_s
@@ -166,6 +166,18 @@ class _Server(uvicorn.Server):
             listen = partial(loop.create_server, ssl_handshake_timeout=deadline_s)
             loop.create_server = listen  # type: ignore[method-assign]
         await super().startup(sockets)
+
+
+def _waits_for_request(connection: Any) -> bool:
+    """Whether a connection has sent no whole request; between two of them uvicorn's deadline holds.
+
+    Args:
+        connection: uvicorn's ``H11Protocol``; its ``cycle`` is that of the last whole request.
+    """
+    if connection.conn.their_state in WHOLE:
+        return False
+    is_between = connection.conn.their_state is h11.IDLE and connection.cycle is not None
+    return not is_between or bool(connection.conn.trailing_data[0])
 
 
 def check_certificate(certificate: Certificate) -> None:

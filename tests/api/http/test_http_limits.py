@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -257,6 +258,17 @@ def test_header_that_comes_bit_by_bit_has_the_deadline_of_the_whole(service: Htt
         opened.settimeout(0.02)
         while is_open(opened):
             opened.sendall(b"x")
+
+
+@pytest.mark.parametrize("service", [replace(LIMITS, request_deadline_s=0.1)], indirect=True)
+def test_connection_that_sends_one_request_after_another_stays_open(service: HttpService) -> None:
+    until = time.monotonic() + 10 * 0.1
+    with connect(service) as opened, opened.makefile("rb") as answers:
+        while time.monotonic() < until:
+            opened.sendall(PROBE)
+            assert answers.readline().startswith(b"HTTP/1.1 200")
+            headers = dict(line.split(b": ") for line in iter(answers.readline, b"\r\n"))
+            answers.read(int(headers[b"content-length"]))
 
 
 def is_open(opened: socket.socket) -> bool:
