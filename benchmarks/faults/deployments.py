@@ -148,8 +148,8 @@ class Hosts:
         self.state_dirs = [folder / f"state-{host}" for host in HOSTS]
         for path in self.state_dirs:
             path.mkdir()
-            size = f"size={STATE_BYTES}"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", str(path)], check=True)
+            options = f"size={STATE_BYTES},mode=700"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
             stack.callback(subprocess.run, ["umount", "-l", str(path)], check=True)
         self.tokens, self.clocks = folder / "tokens", [folder / f"clock-{host}" for host in HOSTS]
         os.environ["EPLB_SECRET"] = secrets.token_hex(16)

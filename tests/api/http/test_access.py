@@ -284,7 +284,7 @@ from telemetry import open_store
 from tests.support.two_ranks import FIRST, begin_run
 
 folder = sys.argv[1]
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", folder], check=True)
 store = open_store(f"{folder}/store.sqlite", "d")  # as ranks have it open
 begin_run(store)
 store.commit(FIRST, expected=None, reason="start")

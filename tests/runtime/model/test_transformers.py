@@ -78,12 +78,12 @@ def test_logits_are_the_library_s_before_during_and_after_rebalances(
                 closing(build_host_cache(HostCacheSettings(), cache, shape, schema, folder))
             )
             url = f"sqlite:{tmp_path / f'{number}.sqlite'}"
-            store = stack.enter_context(closing(open_store(url, name)))
+            deployment = f"library-{number}"
+            store = stack.enter_context(closing(open_store(url, deployment)))
             layers = shape.num_layers
             store.commit(placement(FIRST, layers, 0), expected=None, reason="start")
-            config = RankConfig(
-                name, sample_steps=4, staging_experts=6, network=NetworkConfig(interface="lo")
-            )
+            network = NetworkConfig(interface="lo")
+            config = RankConfig(deployment, sample_steps=4, staging_experts=6, network=network)
             targets = (placement(SECOND, layers, 1), placement(THIRD, layers, 2))
             run = f"run-{os.getpid()}-{number}"
             begin_run(store, run, model=shape, topology=TOPOLOGY)
