@@ -186,7 +186,9 @@ COMMANDS: dict[str, dict[str, Place]] = {
         ),
         "placements": Place(
             "api.operations.placements",
-            "Show, compare and export placements.",
+            "Show, compare and export placements. Exit status 1: there is none such, or the "
+            "deployment does not allow it; 2: bad input, no such service or store, or no "
+            "permission.",
         ),
         "proposals": Place(
             "api.operations.plans",
@@ -210,7 +212,9 @@ COMMANDS: dict[str, dict[str, Place]] = {
     "Act on a deployment": {
         "pins": Place(
             "api.operations.pins",
-            "Pin experts to ranks.",
+            "Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is none "
+            "such, or another change came first; 2: bad input, no such service or store, or no "
+            "permission.",
         ),
         "store": Place(
             "api.cli.store_commands:app",

@@ -46,10 +46,6 @@ reads, acts = reading(), changing(operator, audited)
 # A list with one pin too many still fits a body of 64 KiB.
 MOST_PINS, PIN_RANKS, MOST_TEXT = 1000, 64, 20_000
 MOST_NUMBER = 999_999  # of layers and experts
-GROUP = (
-    "Pin experts to ranks. Exit status 1: the ranks cannot meet the pin, there is none such, or "
-    "another change came first; 2: bad input, no such service or store, or no permission."
-)
 Layer = Annotated[
     int | None,
     Meaning("the model's layer number; null: every layer", at_least=0, at_most=MOST_NUMBER),

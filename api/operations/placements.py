@@ -60,10 +60,6 @@ OF_EXPORTS = refused_with(
     ProblemType.OTHER_SHAPE,
     ProblemType.NOT_EXPRESSIBLE,
 )
-GROUP = (
-    "Show, compare and export placements. Exit status 1: there is none such, or the deployment "
-    "does not allow it; 2: bad input, no such service or store, or no permission."
-)
 
 
 TO_JSON = TypeAdapter(PlacementAnswer)
