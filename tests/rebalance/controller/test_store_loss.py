@@ -191,10 +191,11 @@ class ForgetfulStore(QuickStore):
     """A store that can go back to what it remembered, and gives no id out again."""
 
     def remember(self) -> None:
-        self._kept = self.backend._database.serialize()
+        with self.backend._lock:
+            self._kept = self.backend._database.serialize()
 
     def go_back(self) -> None:
-        with self.backend._changed:
+        with self.backend._lock:  # threads of the ranks read over the same connection
             self.backend._database.deserialize(self._kept)
         self.backend.decide("ids", lambda c: c.give_out("plan_id", c.last("plan_id") + 1000))
 
