@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from eplb.core.load import LoadHistory
 from eplb.errors import ConfigError, HistoryError
 from telemetry.formats.intake import order_of
-from telemetry.formats.routing import experts_of, read_trace
 from telemetry.formats.routing import read_requests as routing_of_requests
+from telemetry.formats.routing import read_trace
 from telemetry.formats.table import read_load
 from telemetry.formats.types import Layout, ReadOptions, check_cells
 
@@ -114,7 +114,8 @@ def batched_windows(
     """
     if batch < 1:
         raise ConfigError(f"a batch of {batch} requests, expected at least 1")
-    num_experts = experts_of(ids, path, ReadOptions(num_experts=num_experts))
+    options = ReadOptions(num_experts=num_experts)
+    num_experts = options.experts_in(f"trace {path}", max(int(ids.max()), 0))
     step = steps_of_tokens(request_len, batch)
     full = np.flatnonzero(np.bincount(step) == batch) if step.size else np.array([])
     num_steps = int(full[-1]) + 1 if full.size else 0

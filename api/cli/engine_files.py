@@ -145,6 +145,12 @@ def convert(
     notes = tuple(dict.fromkeys((*found.notes, *notes)))
     written = {"file": str(output), "notes": notes, "digest": file_digest(output).strip()}
     lines = [*(f"note: {note}" for note in notes), f"written: {output}{file_digest(output)}"]
+    if isinstance(found, LoadFile):
+        history = found.history
+        written["load"] = f"{counted(history.num_windows, 'window')}, " + (
+            f"{counted(history.num_layers, 'layer')} x {history.num_experts} experts"
+        )
+        lines.insert(0, f"load: {written['load']}")
     print_report(written, lines, json_output)
 
 

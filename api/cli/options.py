@@ -216,9 +216,10 @@ class FileOptions:
         Raises:
             ConfigError: the layers cannot be read, or experts that the model does not have.
         """
-        from telemetry.formats.types import ReadOptions, parse_layer_ids
+        from eplb.core.model import numbers_in
+        from telemetry.formats.types import ReadOptions
 
-        ids = parse_layer_ids(self.layer_ids) if self.layer_ids is not None else None
+        ids = None if self.layer_ids is None else numbers_in(self.layer_ids, "--layer-ids")
         experts = self.experts
         if shape is not None:
             if experts not in (None, shape.num_experts):

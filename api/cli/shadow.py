@@ -40,7 +40,7 @@ from api.cli.options import (
 from api.engine_plan import RULES
 from api.interrupts import StopSignals
 from api.terminal.printable import print_plain
-from api.terminal.progress import Advance, progress
+from api.terminal.progress import LINE_AFTER_S, Advance, progress
 from eplb.core.bounded_json import decode_json
 from eplb.core.cost import CostModel
 from eplb.core.dispatch import DispatchRule
@@ -361,7 +361,11 @@ def shadow(
         if not given.json_output:
             typer.echo(_line(found))
 
-    with progress("windows", is_shown=not (is_watching or given.json_output)) as advance:
+    with progress(
+        "windows",
+        is_shown=not (is_watching or given.json_output),
+        line_after_s=None if is_watching else LINE_AFTER_S,
+    ) as advance:
         found = run(
             source,
             Comparison(group, source.skips),

@@ -26,6 +26,9 @@ PRECISIONS = {
 }
 
 
+MOST_NUMBERED = 4095  # of layers, far above any published model
+
+
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """Layers, experts and sizes of a model.
@@ -138,6 +141,29 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join((", " if run[-1] - run[0] == 1 else "..").join(map(str, run)) for run in runs)
+
+
+def numbers_in(text: str, where: str) -> tuple[int, ...]:
+    """Read rising numbers, and runs of them by their ends: ``3-60`` or ``1,2,5-7``.
+
+    Args:
+        text: as a user gives it.
+        where: what it is, for the refusal.
+
+    Raises:
+        ConfigError: anything else, or a number above MOST_NUMBERED.
+    """
+    numbers = list[int]()
+    for piece in text.split(","):
+        low, dash, high = (part.strip() for part in piece.partition("-"))
+        high = high if dash else low
+        if not all(end.isascii() and end.isdecimal() and len(end) < 6 for end in (low, high)):
+            raise ConfigError(f"{where}: found {piece!r}, expected numbers and ranges as 0,3-60")
+        run = range(int(low), int(high) + 1)
+        if not run or run[-1] > MOST_NUMBERED or (numbers and run[0] <= numbers[-1]):
+            raise ConfigError(f"{where}: found {piece!r}, expected rising 0..{MOST_NUMBERED}")
+        numbers += run
+    return tuple(numbers)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

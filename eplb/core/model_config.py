@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb.core.model import PRECISIONS, ModelShape
+from eplb.core.model import PRECISIONS, ModelShape, numbers_in
 from eplb.errors import CheckpointError, ConfigError
 
 # Far above any published model, so that a damaged number cannot fill memory.
@@ -329,7 +329,9 @@ def shape_of_config(config: object, where: str, stated: Mapping[str, str]) -> Mo
         figures = figures_of(section, ANY_FAMILY, where)
     except CheckpointError as exc:
         raise ConfigError(f"{exc}, or a figure stated after the name: {where},NAME=NUMBER") from exc
-    layers = figures.moe_layers if "layers" not in stated else _numbers(stated["layers"], where)
+    layers = figures.moe_layers
+    if (text := stated.get("layers")) is not None:
+        layers = numbers_in(text, f"{where},layers={text}")
     if not layers:
         raise ConfigError(
             f"{where}: found no layer with routed experts among {figures.num_layers}, expected "
@@ -391,6 +393,26 @@ def _not_found(where: str, what: str, keys: tuple[str, ...], stated: str) -> Con
     )
 
 
+def stated_figures(text: str, name: str) -> dict[str, str]:
+    """Figures by their names: ``top_k=8,layers=1,3-60`` states two.
+
+    Raises:
+        ConfigError: no figure, or one twice, which names the model that they are stated for.
+    """
+    stated = dict[str, str]()
+    for piece in text.split(",") if text else ():
+        figure, is_new, value = (part.strip() for part in piece.partition("="))
+        if is_new and figure not in stated:
+            stated[figure] = value
+        elif stated and not is_new:  # a further number of a list
+            stated[next(reversed(stated))] += f",{figure}"
+        else:
+            raise ConfigError(
+                f"--model {name}: found {piece!r}, expected NAME=VALUE, each name once"
+            )
+    return stated
+
+
 def _as_stated(stated: Mapping[str, str], where: str) -> dict[str, int]:
     """Stated figures under the keys that count first."""
     found = {}
@@ -405,19 +427,6 @@ def _whole(text: str, where: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise ConfigError(f"{where}: found {text!r}, expected a whole number")
     return int(text)
-
-
-def _numbers(text: str, where: str) -> tuple[int, ...]:
-    """Layers as ``3-60`` or ``1,3,5-7``."""
-    found = list[int]()
-    for piece in text.split(","):
-        first, _, last = piece.partition("-")
-        low = _whole(first.strip(), f"{where},layers={text}")
-        high = _whole(last.strip(), f"{where},layers={text}") if last else low
-        if not low <= high < MAX_LAYERS:
-            raise ConfigError(f"{where},layers={text}: found {piece!r}, expected 0..{MAX_LAYERS}")
-        found += range(low, high + 1)
-    return tuple(found)
 
 
 def _shared_by_width(section: Mapping[str, Any], figures: ModelFigures, where: str) -> int:

@@ -83,6 +83,11 @@ class Placement:
             layer, expert = np.argwhere(self.replica_count == 0)[0]
             raise PlacementError(f"layer {layer}: expert {expert} has no slot")
 
+    @property
+    def has_equal_shares(self) -> bool:
+        """Whether replicas of an expert have equal shares, which need not be written."""
+        return np.array_equal(self.slot_share, self._equal_share())
+
     def _equal_share(self) -> NDArray[np.float64]:
         # The extra first column is for the empty slots; a flat lookup is many times faster than
         # take_along_axis.

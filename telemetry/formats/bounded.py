@@ -73,25 +73,23 @@ def reading(path: Path, as_what: str) -> Iterator[None]:
         raise HistoryError(f"{path} cannot be read: {why}, expected {as_what}") from exc
 
 
-def check_regular(path: Path) -> int:
+def check_regular(path: Path, most: int = MAX_FILE_BYTES) -> int:
     """Size of a regular file; a pipe would be waited for without end.
 
     Raises:
-        HistoryError: a folder, a device or a pipe.
+        HistoryError: a folder, a device or a pipe, or a larger file.
     """
     if path.exists() and not path.is_file():
         raise HistoryError(f"{path} is no regular file, expected one")
     size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise HistoryError(f"{path} has {size} bytes, expected at most {MAX_FILE_BYTES}")
+    if size > most:
+        raise HistoryError(f"{path} has {size} bytes, expected at most {most}")
     return size
 
 
 def read_text_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """The bytes of a text file of bounded size."""
-    size = check_regular(path)
-    if size > most:
-        raise HistoryError(f"{path} has {size} bytes, expected at most {most}")
+    size = check_regular(path, most)
     with path.open("rb") as file:
         return file.read(size)  # of a larger count, a buffer of that size would be allocated
 
@@ -113,7 +111,8 @@ def member(record: Any, key: str, kind: type | tuple[type, ...], where: str) -> 
         raise HistoryError(f"{where} lacks {key!r}")
     value = record[key]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise HistoryError(f"{where}: {key} is {_named(value)}, expected {_kinds(kind)}")
+        kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+        raise HistoryError(f"{where}: {key} is {_named(value)}, expected {kinds}")
     return value
 
 
@@ -140,21 +139,13 @@ def int_array(value: Any, ndim: tuple[int, ...] | int, where: str) -> NDArray[np
         HistoryError: fractions, text, lists of different lengths, or another number of axes.
     """
     allowed = (ndim,) if isinstance(ndim, int) else ndim
-    shape: list[int] = []
-    level: Any = value
-    while isinstance(level, list) and len(shape) <= max(allowed):
-        shape.append(len(level))
-        level = level[0] if level else None
-    if len(shape) not in allowed or 0 in shape:
+    table = np.array(value if isinstance(value, list) else None, dtype=object)
+    shape, flat = table.shape, table.ravel().tolist()
+    if len(shape) not in allowed or not flat:
         raise HistoryError(
-            f"{where} has shape {tuple(shape)}, expected {' or '.join(map(str, allowed))} axes, "
-            "none empty"
+            f"{where} has shape {shape}, expected {' or '.join(map(str, allowed))} axes, none "
+            "empty, and lists of an axis equally long"
         )
-    flat: list[Any] = [value]
-    for length in shape:
-        if not all(isinstance(one, list) and len(one) == length for one in flat):
-            raise HistoryError(f"{where}: lists of different lengths, expected {tuple(shape)}")
-        flat = [item for one in flat for item in one]
     if set(map(type, flat)) != {int}:
         for index, item in enumerate(flat):
             if type(item) is not int and not _is_whole(item):
@@ -214,11 +205,6 @@ def _named(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "text", type(None): "null"}.get(
         type(value), type(value).__name__
     )
-
-
-def _kinds(kind: type | tuple[type, ...]) -> str:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return " or ".join(one.__name__ for one in kinds)
 
 
 MAX_RATIO = 50  # unpacked over packed bytes; recorded routing packs to a tenth

@@ -8,16 +8,18 @@ Shapes:  T windows, L MoE layers, E experts.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eplb.core.load import LoadHistory, names_experts, second_reading
+from eplb.core.load import names_experts, second_reading
 from eplb.core.model import spans
 from eplb.errors import ConfigError, HistoryError, counted
 from telemetry.formats.bounded import MOST_EXACT
@@ -65,12 +67,12 @@ def reading_of(values: NDArray[np.number], options: ReadOptions) -> str:
         ConfigError: two readings are possible; the message names the option that decides.
         HistoryError: none is.
     """
-    if values.dtype.kind not in "iuf" or not values.size:
-        return "npy"
+    if values.dtype.kind not in "iuf" or values.ndim not in (2, 3) or not values.size:
+        return "npy"  # whose reader names the shape
     lowest, shape = float(values.min()), f"{values.dtype} {list(values.shape)}"
     why = second_reading(values)
     is_open = values.dtype.kind == "f" or options.num_experts != values.shape[-1]
-    if why and "ids" not in why and values.ndim in (2, 3) and is_open and not is_pattern(values):
+    if why and "ids" not in why and is_open and not is_pattern(values):
         raise ConfigError(f"{shape} {why}, expected counts, or --format npy where it is load")
     is_stated = options.window_tokens is not None or options.top_k is not None
     counts = lowest >= 0 and not is_stated and options.num_experts in (None, values.shape[-1])
@@ -153,9 +155,8 @@ def accept(
         )
         return replace(file, notes=(text, *file.notes))
     accepted = _accept_load(file, name, by, options)
-    is_told = is_named or file.top_k is not None or options.num_experts is not None
-    why = "" if is_told or name not in ARRAYS else second_reading(file.history.tokens)
-    if why:
+    is_told = is_named or name not in ARRAYS or options.num_experts is not None
+    if not is_told and file.top_k is None and (why := second_reading(file.history.tokens)):
         raise ConfigError(f"the file {why}, expected load, or --format {name} where it is")
     return accepted
 
@@ -258,27 +259,30 @@ def _check_axes(
         )
     if _are_alike(totals, 1):
         return
-    varies = bool((tokens != tokens[:1]).any()) and not is_stated
-    if varies and _are_alike(totals, 0):
-        _refuse_axes("[layers, windows, experts]", "windows")
-    if varies and _are_alike(totals.sum(axis=1)[None], 1):
-        _refuse_axes("[layers, ranks, slots]", "windows")
-    if not is_stated and _are_alike(kept.sum(axis=1), 1) and kept.shape[2] > 1:
-        _refuse_axes("[windows, experts, layers]", "experts")
+    has_draft = totals.shape[1] > 2 and _are_alike(totals[:, :-1], 1)
+    varies = bool((tokens != tokens[:1]).any())
+    others = {  # axes that have alike totals in place of layers
+        "[layers, windows, experts]": varies and _are_alike(totals, 0),
+        "[layers, ranks, slots]": varies and _are_alike(totals.sum(axis=1)[None], 1),
+        "[windows, experts, layers]": kept.shape[2] > 1 and _are_alike(kept.sum(axis=1), 1),
+    }
+    if not is_stated and not has_draft and any(others.values()):
+        axes = next(axes for axes, is_alike in others.items() if is_alike)
+        raise ConfigError(
+            f"totals are alike over another axis than layers, as if axes were {axes}: expected "
+            "[windows, layers, experts], or --experts with the model's number"
+        )
     whole = totals.sum(axis=0)
     if whole.max() > UNEQUAL * whole.min():
         ids = np.array(layers.ids)[busy]
         least, most = ids[whole.argmin()], ids[whole.argmax()]
         lost = f"layer {least} has {whole.min()} tokens, layer {most} {whole.max()}"
         cut_unlike(lost, options.strict)
-        notes.append(f"{lost}, though each token passes both: the recording may lack a part")
-
-
-def _refuse_axes(axes: str, alike: str) -> None:
-    raise ConfigError(
-        f"totals are alike over {alike} and not over layers, as if axes were {axes}: expected "
-        "[windows, layers, experts], or --experts with the model's number"
-    )
+        why = "the recording may lack a part"
+        if has_draft:
+            remedy = "its row" if layers.axis == "ordinal" else "it by --layer-ids"
+            why += f", or layer {ids[-1]} be a draft (MTP) layer: then leave out {remedy}"
+        notes.append(f"{lost}, though each token passes both: {why}")
 
 
 def _are_alike(totals: NDArray[np.number], axis: int) -> bool:
@@ -288,8 +292,9 @@ def _are_alike(totals: NDArray[np.number], axis: int) -> bool:
     return bool((np.ptp(totals, axis=axis) <= ALIKE * totals.max(axis=axis)).all())
 
 
-RANK = re.compile(r"rank[_-]?(\d{1,6})", re.IGNORECASE)
+RANK = re.compile(r"rank[_-]?(\d{1,6})|recorder_[\d.]+_(\d{1,6})\.pt", re.IGNORECASE)
 STAGE = re.compile(r"(?:^|[_.-])(?:pp|stage)[_-]?\d", re.IGNORECASE)
+Stage = tuple[int, ...]  # numbers of its layers
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -298,79 +303,110 @@ def order_of(path: Path) -> tuple[list[float], str]:
     return [float(number) for number in NUMBER.findall(path.stem[:100])], path.name
 
 
-def join(names: Sequence[str], parts: Sequence[LoadFile], options: ReadOptions) -> LoadFile:
+def join(
+    files: Iterable[tuple[str, LoadFile]],
+    options: ReadOptions,
+    *,
+    what: str = "windows are not in all files",
+    by_step: bool = False,
+) -> LoadFile:
     """One load from files of a kind, in order of time.
 
     Files of different layers are of the stages of a pipeline, which stand side by side. Files whose
     names have ranks are summed over ranks. The others follow one another.
 
     Args:
-        names: of the files.
-        parts: as their formats define them.
+        files: names and loads, as their formats define them; one is looked at after another.
         options: whether files that are not cut alike are refused.
+        what: is said of windows that some files lack.
+        by_step: windows of a step are summed, of files with all rows of their stage; else the n-th
+            windows of all recordings are.
 
     Raises:
-        HistoryError: other numbers of experts, or layers that differ and overlap.
+        HistoryError: other numbers of experts, layers that differ and overlap, or a rank's file is
+            missing.
     """
-    last, axis, num_hidden = parts[-1], parts[0].layers.axis, parts[0].layers.num_hidden
-    stages: dict[tuple[int, ...], dict[str, list[NDArray[np.int64]]]] = {}  # by layers and rank
-    for name, part in zip(names, parts, strict=True):
-        if part.history.num_experts != parts[0].history.num_experts:
-            raise HistoryError(
-                f"{name} has {part.history.num_experts} experts, expected "
-                f"{parts[0].history.num_experts} as {names[0]}"
-            )
-        if part.layers.axis != axis:
-            raise HistoryError(f"{name} numbers layers otherwise, expected as {names[0]}")
-        if ids := busy_layers(part):  # else a dump before the engine served
-            tokens = part.history.tokens[:, np.searchsorted(part.layers.ids, ids)]
-            stages.setdefault(ids, {}).setdefault(rank_in(name), []).append(tokens)
-    layers = [layer for ids in stages for layer in ids]
-    if len(set(layers)) != len(layers):
+    sums: dict[Stage, dict[int, NDArray[np.int64]]] = {}  # [l, E] by window
+    lengths = Counter[tuple[Stage, str]]()  # windows of each stage and rank
+    steps: dict[int, tuple[int, int]] = {}  # first and last of each window
+    seen, first = Counter[int](), dict[str, Any]()
+    names, notes, contents = list[str](), list[str](), set[bytes]()
+    for name, part in files:
+        history, facts = part.history, _facts_of(part, by_step=by_step)
+        first = first or facts
+        if wrong := [what for what, fact in facts.items() if fact != first[what]]:
+            wanted = f"expected {first[wrong[0]]} as {names[0]}"
+            raise HistoryError(f"{name} has {wrong[0]} {facts[wrong[0]]}, {wanted}")
+        names.append(name)
+        notes += part.notes
+        contents.add(hashlib.sha256(history.tokens).digest())
+        if not (ids := part.layers.ids if by_step else busy_layers(part)):
+            continue  # a dump before the engine served
+        begin, stage = lengths[ids, rank_in(name)], sums.setdefault(ids, {})
+        lengths[ids, rank_in(name)] += history.num_windows
+        keys = history.first_step if by_step else begin + np.arange(history.num_windows)
+        of_stage = history.tokens[:, np.searchsorted(part.layers.ids, ids)]
+        for window, key in enumerate(keys.tolist()):
+            stage[key] = stage.get(key, 0) + of_stage[window]
+            steps.setdefault(key, (history.first_step[window], history.last_step[window]))
+        seen.update(keys.tolist())
+    if not sums:
+        raise HistoryError(f"{len(names)} files of load, none has tokens, expected load")
+    layers = _layers_of_stages(list(sums), names, part.layers)
+    ranks = {rank for _, rank in lengths if rank}
+    if len(ranks) == 1 and not by_step:
+        ranks.clear()  # LMDeploy: one rank counts for all
+    if missing := set(map(str, range(len(ranks)))) - ranks:
+        raise HistoryError(f"no file of rank {min(missing)}, expected those of ranks 0, 1, 2, ...")
+    whole, lost = whole_steps(seen, len(lengths), what, options)
+    place = {layer: row for row, layer in enumerate(layers.ids)}
+    tokens = np.zeros((len(whole), len(place), history.num_experts), dtype=np.int64)
+    for ids, stage in sums.items():
+        tokens[:, [place[layer] for layer in ids]] = [stage[key] for key in whole]
+    told = list(lost)
+    if len(names) > len(lengths):
+        windows = counted(len(whole), "window")
+        told.append(f"{len(names)} files of one kind: {windows} in order of time")
+    if len(sums) > 1:
+        told.append(f"{len(sums)} stages are joined by their layers")
+    if ranks:
+        summed = f"files of ranks 0..{len(ranks) - 1} are summed"
+        told.append(f"{summed}: whether one more is missing is not told")
+    if alike := len(names) - len(contents):
+        told.append(f"{counted(alike, 'file')} of {len(names)} have the same counts as another")
+    num_ranks = set(Counter(ids for ids, _ in lengths).values()) if ranks else set[int]()
+    return replace(
+        part,
+        history=history_of(tokens, *zip(*(steps[key] for key in whole), strict=True)),
+        layers=layers,
+        current=part.current if len(sums) == 1 else None,
+        num_ranks=num_ranks.pop() if len(num_ranks) == 1 else part.num_ranks,
+        notes=tuple(dict.fromkeys([*told, *notes])),
+    )
+
+
+def _facts_of(part: LoadFile, *, by_step: bool) -> dict[str, Any]:
+    """What all files of a recording have in common."""
+    facts = {"layer numbers": part.layers.axis, "experts": part.history.num_experts}
+    if by_step and part.current is not None:
+        facts["map"] = part.current.placement.hash[:12]
+    return facts
+
+
+def _layers_of_stages(stages: list[Stage], names: Sequence[str], last: Layers) -> Layers:
+    ids = sorted(layer for stage in stages for layer in stage)
+    if len(set(ids)) != len(ids):
         raise HistoryError(
-            f"files have layers {' and '.join(spans(ids) for ids in list(stages)[:2])}, expected "
-            "the same, or stages without a common layer"
+            f"files have layers {' and '.join(map(spans, stages[:2]))}, expected the same, or "
+            "stages without a common layer"
         )
-    if axis == "ordinal" and any(STAGE.search(name) for name in names):
+    if last.axis == "ordinal" and any(STAGE.search(name) for name in names):
         raise HistoryError(
             "files of stages have rows in order, expected numbers of layers: read each with "
             "--layer-ids and convert it"
         )
-    if not stages:
-        raise HistoryError("no file has tokens, expected load")
-    recordings = [
-        (ids, np.concatenate(files)) for ids, ranks in stages.items() for files in ranks.values()
-    ]
-    seen = Counter(window for _, tokens in recordings for window in range(len(tokens)))
-    whole, lost = whole_steps(seen, len(recordings), "windows are not in all files", options)
-    rows = range(num_hidden) if axis == "hidden" and num_hidden else sorted(layers)
-    place = {layer: row for row, layer in enumerate(rows)}
-    tokens = np.zeros((len(whole), len(place), last.history.num_experts), dtype=np.int64)
-    for ids, counts in recordings:
-        tokens[:, [place[layer] for layer in ids]] += counts[: len(whole)]
-    notes = [f"{len(names)} files of one kind: {counted(len(whole), 'window')} in order of time"]
-    if len(stages) > 1:
-        notes.append(f"{len(stages)} stages are joined by their layers")
-    if (num_ranks := max(map(len, stages.values()))) > 1:
-        notes.append(f"files of {num_ranks} ranks are summed, as if each counts all experts")
-    if alike := len(parts) - len({part.history.tokens.tobytes() for part in parts}):
-        notes.append(f"{counted(alike, 'file')} of {len(parts)} have the same counts as another")
-    history = LoadHistory(tokens)
-    if len(recordings) == 1:
-        first, final = (
-            np.concatenate([getattr(part.history, name) for part in parts if busy_layers(part)])
-            for name in ("first_step", "last_step")
-        )
-        history = history_of(tokens, first, final)
-    return replace(
-        last,
-        history=history,
-        layers=Layers(tuple(place), axis, num_hidden),
-        current=last.current if len(stages) == 1 else None,
-        notes=tuple(
-            dict.fromkeys([*notes, *lost, *(note for part in parts for note in part.notes)])
-        ),
-    )
+    is_whole = last.axis == "hidden" and last.num_hidden is not None
+    return replace(last, ids=tuple(range(last.num_hidden or 0) if is_whole else ids))
 
 
 def busy_layers(file: LoadFile) -> tuple[int, ...]:
@@ -382,4 +418,4 @@ def busy_layers(file: LoadFile) -> tuple[int, ...]:
 def rank_in(name: str) -> str:
     """The rank in the name of a file; "": there is none."""
     rank = RANK.search(name)
-    return rank[1] if rank else ""
+    return str(int(rank[1] or rank[2])) if rank else ""

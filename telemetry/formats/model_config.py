@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from eplb.core.model import PRESETS, ModelShape, preset
-from eplb.core.model_config import shape_of_config
+from eplb.core.model_config import shape_of_config, stated_figures
 from eplb.errors import ConfigError
 from telemetry.formats.bounded import read_json, reading
 from telemetry.written_files import file_digest
 
 CONFIG_FILE = "config.json"
-
-
-class NamedFile(NamedTuple):
-    """A config.json that is named as a model, and the figures that follow its name."""
-
-    path: Path
-    stated: dict[str, str]
 
 
 def model_by_name(name: str) -> ModelShape:
@@ -32,41 +24,31 @@ def model_by_name(name: str) -> ModelShape:
         ConfigError: neither a known model nor a file, or a figure that is nowhere.
         HistoryError: a file that cannot be read.
     """
-    file = _file_of(name)
-    if file is None:
+    path, figures = _file_of(name)
+    if path is None:
         try:
             return preset(name)
         except ConfigError as exc:
             raise ConfigError(f"{exc}; or the path of a model's {CONFIG_FILE}") from exc
-    with reading(file.path, f"a model's {CONFIG_FILE}"):
-        return shape_of_config(read_json(file.path), str(file.path), file.stated)
+    stated = stated_figures(figures, name)
+    with reading(path, f"a model's {CONFIG_FILE}"):
+        return shape_of_config(read_json(path), str(path), stated)
 
 
 def model_digest(name: str) -> str:
     """Digest of the file that a name stands for; "" for a known model."""
-    file = _file_of(name)
-    if file is None:
+    path, _ = _file_of(name)
+    if path is None:
         return ""
-    with reading(file.path, f"a model's {CONFIG_FILE}"):
-        return file_digest(file.path)
+    with reading(path, f"a model's {CONFIG_FILE}"):
+        return file_digest(path)
 
 
-def _file_of(name: str) -> NamedFile | None:
-    """The file and figures of a name; None: it is that of a known model, or of none."""
-    first, *pieces = name.split(",")
+def _file_of(name: str) -> tuple[Path | None, str]:
+    """The file of a name, and the figures behind it; None: it is that of a known model, or none."""
+    first, comma, figures = name.partition(",")
     path = Path(first)
-    is_path = bool(pieces) or path.suffix == ".json" or len(path.parts) > 1 or path.is_dir()
+    is_path = bool(comma) or path.suffix == ".json" or len(path.parts) > 1 or path.is_dir()
     if name in PRESETS or not is_path:
-        return None
-    stated = dict[str, str]()
-    for piece in pieces:
-        figure, is_new, value = (part.strip() for part in piece.partition("="))
-        if is_new and figure not in stated:
-            stated[figure] = value
-        elif stated and not is_new:  # a further number of a list
-            stated[next(reversed(stated))] += f",{figure}"
-        else:
-            raise ConfigError(
-                f"--model {name}: found {piece!r}, expected NAME=VALUE, each name once"
-            )
-    return NamedFile(path / CONFIG_FILE if path.is_dir() else path, stated)
+        return None, ""
+    return path / CONFIG_FILE if path.is_dir() else path, figures

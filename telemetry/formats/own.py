@@ -31,12 +31,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from eplb.core.load import LoadHistory, history_of_figures
-from eplb.core.placement import Placement
 from eplb.errors import ConfigError, HistoryError, PlacementError, StoreError
 from telemetry import file_of, open_store
 from telemetry.formats.bounded import (
     MOST_EXACT,
-    check_regular,
     int_array,
     member,
     read_arrays,
@@ -74,13 +72,6 @@ NAMES |= dict.fromkeys(("counts", "tokens", "num_tokens", "token_count", "load")
 LABEL = re.compile(r"(?:[A-Za-z]+[ _-]?)?(?:id[ _-]?)?(\d{1,6})")
 
 
-def of_array(values: Any, path: Path, options: ReadOptions) -> LoadFile:
-    """The load of an array [L, E] or [T, L, E] that was read already."""
-    if not isinstance(values, np.ndarray):
-        raise HistoryError(f"found {type(values).__name__}, expected a tensor [layers, experts]")
-    return _load_file(values, None)
-
-
 def read_npz(path: Path, options: ReadOptions) -> LoadFile:
     """Read ``load`` [L, E] or [T, L, E] of an ``.npz`` file, and its ``layer_ids``."""
     arrays, names = read_arrays(path, ("load", "layer_ids"))
@@ -91,9 +82,10 @@ def read_npz(path: Path, options: ReadOptions) -> LoadFile:
 
 
 def of_counts(record: Any, path: Path, options: ReadOptions) -> LoadFile:
-    """The load of ``{"counts": [[...]], "layer_ids": [...]}``, or of the nested lists alone."""
-    if isinstance(record, list):
-        return _load_file(int_array(record, (2, 3), "the file"), None)
+    """The load of ``{"counts": [[...]], "layer_ids": [...]}``, or of an array or lists alone."""
+    if isinstance(record, list | np.ndarray):
+        is_list = isinstance(record, list)
+        return _load_file(int_array(record, (2, 3), "the file") if is_list else record, None)
     counts = int_array(member(record, "counts", list, "the file"), (2, 3), "counts")
     ids = record.get("layer_ids")
     ids = None if ids is None else int_array(ids, 1, "layer_ids")
@@ -104,14 +96,10 @@ def _load_file(
     counts: NDArray[Any], ids: Any, names: Sequence[str] = (), place: str = ""
 ) -> LoadFile:
     """The load of counts [L, E] or [T, L, E]; ``names`` are those of all that the file holds."""
-    if counts.ndim not in (2, 3) or not counts.size:
-        raise HistoryError(
-            f"shape {counts.shape}, expected [layers, experts] or with windows first"
-        )
     is_float = counts.dtype.kind == "f"
     notes: tuple[str, ...] = ()
     windows = counts[None] if counts.ndim == 2 else counts
-    if is_float and not (float(counts.max()) < MOST_EXACT and not np.mod(counts, 1).any()):
+    if is_float and not (float(counts.max(initial=0)) < MOST_EXACT and not np.mod(counts, 1).any()):
         notes = ("loads are fractions: they are scaled to whole numbers",)
         history = history_of_figures(windows.astype(np.float64))
     else:  # that they are no routing ids was decided before, or by the user
@@ -315,7 +303,7 @@ def write_placement(file: PlacementFile, options: WriteOptions) -> Written:
         "provenance": dict(file.provenance),
         "slot_to_expert": placement.slot_to_expert.tolist(),
     }
-    if not has_even_shares(placement):
+    if not placement.has_equal_shares:
         record["slot_share"] = placement.slot_share.tolist()
     if placement.source_share is not None:
         record["source_share"] = placement.source_share.tolist()
@@ -333,10 +321,10 @@ def of_placement(record: Any, path: Path, options: ReadOptions) -> PlacementFile
     held = int_array(member(record, "slot_to_expert", list, "the file"), 2, "slot_to_expert")
     num_experts = whole_number(record.get("num_experts"), "num_experts", 1, held.shape[1])
     shares: dict[str, Any] = {}
-    for name, ndim in (("slot_share", 2), ("source_share", 3)):
+    for name in ("slot_share", "source_share"):
         if name in record:
             table = np.asarray(member(record, name, list, "the file"), dtype=np.float64)
-            if table.ndim != ndim or table.shape[-2:] != held.shape:
+            if table.shape[-2:] != held.shape:
                 raise HistoryError(f"{name} has shape {table.shape}, expected {held.shape}")
             shares[name] = table
     return placement_of(
@@ -380,7 +368,6 @@ def read_trace(folder: Path, options: ReadOptions) -> LoadFile:
     manifest = read_json(folder / MANIFEST)
     if member(manifest, "schema", str, "the manifest") != TRACE:
         raise HistoryError(f"schema {manifest['schema'][:40]!r}, expected {TRACE}")
-    check_regular(folder / COUNTS_FILE)
     data = read_text_bytes(folder / COUNTS_FILE, MAX_COUNTS_BYTES)
     if hashlib.sha256(data).hexdigest() != member(manifest, "sha256", str, "the manifest"):
         raise HistoryError(f"{COUNTS_FILE} does not match the sha256 of the manifest")
@@ -467,12 +454,6 @@ def _size(record: Mapping[str, Any], name: str) -> int | None:
     """A number of the record; None: it is not known."""
     value = record.get(name)
     return None if value is None else whole_number(value, name, 1, 65_536)
-
-
-def has_even_shares(placement: Placement) -> bool:
-    """Whether replicas of an expert have equal shares, which need not be written."""
-    even = Placement(placement.slot_to_expert, placement.num_experts)
-    return np.array_equal(placement.slot_share, even.slot_share)
 
 
 def _digest(record: Mapping[str, Any]) -> str:

@@ -17,18 +17,18 @@ from eplb.search.relabel import in_place
 from telemetry.formats.types import Layers, PlacementFile, WriteOptions
 
 Notes = tuple[str, ...]
-UNKNOWN = {  # what stands in the file of a target, where rows that are numbered so do not tell it
-    ("sglang", "ordinal"): "rows of SGLang are all hidden layers",
-    ("trtllm", "ordinal"): "layers of TensorRT-LLM have the model's numbers",
-    ("trtllm", "hidden"): "layers of TensorRT-LLM have the model's numbers",
-    ("vllm", "hidden"): "rows of vLLM are MoE layers alone",
-    ("ascend", "hidden"): "entries of vllm-ascend are MoE layers alone",
+UNKNOWN = {  # axes that do not tell what the file of a target has
+    "sglang": (("ordinal",), "rows of SGLang are all hidden layers"),
+    "trtllm": (("ordinal", "hidden"), "layers of TensorRT-LLM have the model's numbers"),
+    "vllm": (("hidden",), "rows of vLLM are MoE layers alone"),
+    "ascend": (("hidden",), "entries of vllm-ascend are MoE layers alone"),
 }
 
 
 def unknown_layers(layers: Layers, target: str) -> str:
     """Why the file of a target cannot be written for these layers; "": it can."""
-    if not (why := UNKNOWN.get((target, layers.axis), "")):
+    axes, why = UNKNOWN.get(target, ((), ""))
+    if layers.axis not in axes:
         return ""
     what = "whether a row is a dense layer" if layers.axis == "hidden" else "layer numbers"
     return (

@@ -39,6 +39,7 @@ from telemetry.formats.types import (
     LoadFile,
     ReadOptions,
     check_cells,
+    count_ids,
     numbered_layers,
     rows_as_hidden,
     rows_in_order,
@@ -68,7 +69,8 @@ def window_of(num_tokens: int) -> int:
 def as_load(routing: Routing, path: Path, options: ReadOptions) -> LoadFile:
     """The load of routing, by windows of as many tokens."""
     ids = routing.ids
-    each, num_experts = options.window_tokens or window_of(len(ids)), experts_of(ids, path, options)
+    each = options.window_tokens or window_of(len(ids))
+    num_experts = options.experts_in(f"trace {path}", max(int(ids.max()), 0))
     num_windows, num_layers = len(ids) // each, ids.shape[1]
     if num_windows < 2:
         raise HistoryError(
@@ -85,29 +87,12 @@ def as_load(routing: Routing, path: Path, options: ReadOptions) -> LoadFile:
     tokens = np.zeros((num_windows, num_layers, num_experts), dtype=np.int64)
     for window, layer in np.ndindex(num_windows, num_layers):
         chosen = ids[window * each : (window + 1) * each, layer]
-        # One bin more, in front, collects the padding.
-        shifted = chosen.astype(np.int64).ravel() + 1
-        tokens[window, layer] = np.bincount(shifted, minlength=num_experts + 1)[1:]
+        tokens[window, layer] = count_ids(chosen, num_experts)
     notes = routing.notes
     if rest := len(ids) % each:
         text = f"{rest} of {len(ids)} tokens, behind the last whole window of {each}, are not used"
         notes = (*notes, text)
     return LoadFile(LoadHistory(tokens), routing.layers, notes=notes, top_k=ids.shape[2])
-
-
-def experts_of(ids: NDArray[Any], path: Path, options: ReadOptions) -> int:
-    """E of routing: as stated, else the largest id + 1.
-
-    Raises:
-        HistoryError: ids out of range.
-    """
-    num_experts = options.experts_in(f"trace {path}", max(int(ids.max()), 0))
-    if ids.min() < -1:
-        raise HistoryError(
-            f"trace {path} names experts {ids.min()}..{ids.max()}, expected 0..{num_experts - 1}, "
-            "or -1 for padding"
-        )
-    return num_experts
 
 
 def read_trace(path: Path, layout: Layout | None = None) -> Routing:
@@ -122,11 +107,8 @@ def read_trace(path: Path, layout: Layout | None = None) -> Routing:
     if "expert_ids" not in arrays:
         raise HistoryError(f"trace {path} holds {names}, expected expert_ids")
     ids, lengths = arrays["expert_ids"], arrays.get("request_len")
-    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
-        raise HistoryError(
-            f"trace {path}: expert_ids has shape {ids.shape} and dtype {ids.dtype}, "
-            "expected integers [layers, tokens, top-k] or [tokens, layers, top-k]"
-        )
+    where = f"trace {path}: expert_ids, [layers, tokens, top-k] or [tokens, layers, top-k],"
+    ids = whole_array(ids, (None, None, None), where, low=-1, high=2**31 - 1)
     if lengths is not None:  # none is so large that the sum could overflow
         where = f"trace {path}: request_len"
         lengths = whole_array(np.atleast_1d(lengths), (None,), where, high=2**31 - 1)
@@ -166,7 +148,8 @@ def read_raw(paths: Sequence[Path], options: ReadOptions) -> LoadFile:
     num_layers, top_k = options.num_layers, options.top_k
     if num_layers is None or top_k is None:
         raise ConfigError("raw routing has no shape, expected --num-layers and --top-k")
-    ids = np.concatenate([_raw_ids(path, num_layers, top_k) for path in paths])
+    raw = np.concatenate([_raw_ids(path, num_layers, top_k) for path in paths])
+    ids = whole_array(raw, (None, None, None), "raw routing", low=-1, high=2**31 - 1)
     # A dense layer's entries were never written: all alike, which no top-k is.
     idle = np.zeros(num_layers, dtype=np.bool_)
     if top_k > 1:

@@ -25,7 +25,7 @@ from telemetry.formats.bounded import (
     reading,
 )
 from telemetry.formats.engines import ascend, lmdeploy, omni, sglang, trtllm, vllm
-from telemetry.formats.intake import accept, compare, join, order_of, reading_of
+from telemetry.formats.intake import accept, compare, join, order_of, rank_in, reading_of
 from telemetry.formats.repairs import as_target_takes
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import (
@@ -45,16 +45,28 @@ STORE_SUFFIXES = {".sqlite", ".db"}
 ARRAY_SUFFIXES = {".npy", ".pt", ".pth"}
 RAW_SUFFIXES = {".bin", ".raw", ".b64"}
 SUFFIXES = ARRAY_SUFFIXES | RAW_SUFFIXES | {".json", ".jsonl", ".csv", ".npz"}
+BY_SUFFIX = dict.fromkeys(STORE_SUFFIXES, "store") | dict.fromkeys(RAW_SUFFIXES, "sglang-routing")
+BY_SUFFIX |= {".yaml": "trtllm", ".yml": "trtllm", ".csv": "csv", ".npz": "npz"}
+BY_SUFFIX |= {".jsonl": "vllm-load"}
+TABLE = "another table, expected it saved as .csv with the columns layer, expert and count"
+HINTS = {  # what people have besides
+    **dict.fromkeys((".parquet", ".arrow", ".xlsx", ".tsv", ".prom"), TABLE),
+    ".pkl": "a pickle, which may run code, expected an array saved as .npy or by torch.save",
+    ".safetensors": "of one rank, expected the folder of TensorRT-LLM's files with meta_info.json",
+}
 OF_REQUESTS = {"vllm-routing", "sglang-routing"}  # files of one recording, in order
 WHOLE_FOLDERS = {"trtllm-statistics", "eplb-trace", "ultra-ep"}
 ONE_DUMP = "meta_info.json, manifest.json, or files of load of one kind"
+ITERATIONS = "iterations are not in all files"
 MOST_STEPS = 4096  # windows of a file, before those of its folder are summed
 
 
 READERS: dict[str, Callable[[Path, ReadOptions], Found]] = {
     "sglang-routing": lambda path, options: routing.read_raw([path], options),
     "vllm-load": vllm.read_load,
-    "trtllm-statistics": trtllm.read_statistics,
+    "trtllm-statistics": lambda path, options: trtllm.without_gap(
+        join(trtllm.rank_files(path, options), options, what=ITERATIONS, by_step=True)
+    ),
     "trtllm": trtllm.read_config,
     "routing": lambda path, options: routing.as_load(
         routing.read_trace(path, options.layout), path, options
@@ -73,11 +85,11 @@ VALUES: dict[str, Callable[[Any, Path, ReadOptions], Found]] = {
     "vllm": vllm.of_mapping,
     "vllm-routing": routing.of_request,
     "ascend": ascend.of_map,
-    "ascend-tensor": own.of_array,
+    "ascend-tensor": own.of_counts,
     "lmdeploy": lmdeploy.of_counts,
     "omni": omni.of_pattern,
     "expert-map": omni.of_map,
-    "npy": own.of_array,
+    "npy": own.of_counts,
     "counts": own.of_counts,
     "eplb": own.of_placement,
 }
@@ -146,10 +158,7 @@ def read_file(path: Path, options: ReadOptions, name: str | None = None) -> tupl
         HistoryError, ConfigError, PlacementError: as ``read``.
     """
     with reading(path, f"a whole file of format {name}" if name else "load or a placement"):
-        value = _value_in(path, name)
-        kind = name or (
-            _format_of(path) if value is None else _format_of_value(value, path, options)
-        )
+        kind, value = _kind_and_value(path, options, name)
         if value is not None and kind in VALUES:
             return kind, VALUES[kind](value, path, options)
         if kind not in READERS:
@@ -185,36 +194,39 @@ def _joined(paths: list[Path], options: ReadOptions, name: str | None) -> tuple[
     whole = replace(options, max_windows=MOST_STEPS)
     if all(sglang.DUMP_FILE.fullmatch(one.name) for one in paths):
         dumps, notes = sglang.dumps_in(paths, strict=options.strict)
-        parts = [
-            sglang.read_rank_files(files, whole) if len(files) > 1 else _load_of(files[0], whole)[1]
-            for files in dumps
-        ]
-        names = [str(number) for number in range(len(parts))]
-        file = join(names, parts, options) if len(parts) > 1 else parts[0]
+        parts = ((str(number), _of_dump(files, whole)) for number, files in enumerate(dumps))
+        file = join(parts, options)
         return "sglang-dump", replace(file, notes=(*file.notes, *notes))
     kind = name or kind_of(paths[0], options)
     suffixes = {one.suffix.lower() for one in paths}
-    if kind in FOLDERS and (len(suffixes) == 1 or suffixes <= RAW_SUFFIXES):
-        file_of_all = FOLDERS[kind](paths, options)
-        if file_of_all is not None:
-            return kind, file_of_all
-    parts = []
-    for one in paths:
-        other, part = _load_of(one, whole, name)
-        if other != kind:
-            raise HistoryError(
-                f"{one.name} is {other}, {paths[0].name} is {kind}, expected files of one kind"
-            )
-        parts.append(part)
-    file = join([one.name for one in paths], parts, options)
+    is_alike = len(suffixes) == 1 or suffixes <= RAW_SUFFIXES
+    of_all = FOLDERS[kind](paths, options) if kind in FOLDERS and is_alike else None
+    if of_all is not None:
+        return kind, of_all
+    file = join(
+        ((one.name, _load_of(one, whole, (paths[0], kind), name)) for one in paths), options
+    )
     return kind, lmdeploy.differences(file) if kind == "lmdeploy" else file
 
 
-def _load_of(path: Path, options: ReadOptions, name: str | None = None) -> tuple[str, LoadFile]:
+def _of_dump(paths: list[Path], options: ReadOptions) -> LoadFile:
+    """A dump of SGLang, of a file for each rank or of one for all."""
+    if not rank_in(paths[0].name):
+        return _load_of(paths[0], options)
+    files = ((one.name, sglang.read_rank(one, options)) for one in paths)
+    return join(files, options, what=f"passes are not in all {len(paths)} files", by_step=True)
+
+
+def _load_of(
+    path: Path, options: ReadOptions, like: tuple[Path, str] | None = None, name: str | None = None
+) -> LoadFile:
     kind, file = read_file(path, options, name)
+    if like is not None and kind != like[1]:
+        first = f"{like[0].name} is {like[1]}"
+        raise HistoryError(f"{path.name} is {kind}, {first}, expected files of one kind")
     if not isinstance(file, LoadFile):
         raise HistoryError(f"{path} is a placement, expected load: give {path.name} alone")
-    return kind, file
+    return file
 
 
 def read_load(place: str, options: ReadOptions, name: str | None = None) -> LoadFile:
@@ -261,7 +273,7 @@ def placement_bytes(file: PlacementFile, name: str, options: WriteOptions) -> Wr
         return write(file, options)
     repaired, notes = as_target_takes(file, name, options)
     data, further = write(repaired, options)
-    if not own.has_even_shares(file.placement):
+    if not file.placement.has_equal_shares:
         further = (*further, "shares of replicas are lost: the engine splits by its own rule")
     return data, (*notes, *further)
 
@@ -299,6 +311,13 @@ def _compare_written(file: LoadFile | PlacementFile, options: WriteOptions) -> N
         Layers(file.layers.ids, "model", options.num_hidden)  # checks that all are below
 
 
+def _kind_and_value(path: Path, options: ReadOptions, name: str | None) -> tuple[str, Any]:
+    value = _value_in(path, name)
+    if name is None:
+        name = _format_of(path) if value is None else _format_of_value(value, path, options)
+    return name, value
+
+
 def _value_in(path: Path, name: str | None) -> Any:
     """What a file of JSON, of numpy or of torch holds; None: it is none, or is read otherwise."""
     suffix = path.suffix.lower()
@@ -324,8 +343,7 @@ def kind_of(path: Path, options: ReadOptions) -> str:
         HistoryError, ConfigError: it is of none, or of one of several.
     """
     with reading(path, "load or a placement"):
-        value = _value_in(path, None)
-        return _format_of(path) if value is None else _format_of_value(value, path, options)
+        return _kind_and_value(path, options, None)[0]
 
 
 def _format_of_value(value: Any, path: Path, options: ReadOptions) -> str:
@@ -348,21 +366,13 @@ def _format_of_value(value: Any, path: Path, options: ReadOptions) -> str:
 
 def _format_of(path: Path) -> str:
     check_regular(path)
-    suffix = path.suffix.lower()
-    if suffix in STORE_SUFFIXES:
-        return "store"
-    if suffix in (".yaml", ".yml", ".csv"):
-        return "csv" if suffix == ".csv" else "trtllm"
-    if suffix in RAW_SUFFIXES:
-        return "sglang-routing"
-    if suffix == ".npz":
-        _, names = read_arrays(path, ())
-        return "routing" if "expert_ids" in names.split(", ") else "npz"
-    if suffix == ".jsonl":
-        return "vllm-load"
-    raise ConfigError(
-        f"{path}: the name tells no format, expected --format with one of: {', '.join(FORMATS)}"
-    )
+    kind = BY_SUFFIX.get(path.suffix.lower())
+    if kind is None:
+        other = f"of no known name, expected --format with one of: {', '.join(FORMATS)}"
+        raise ConfigError(f"{path} is {HINTS.get(path.suffix.lower(), other)}")
+    if kind == "npz" and "expert_ids" in read_arrays(path, ())[1].split(", "):
+        return "routing"
+    return kind
 
 
 def _format_of_folder(path: Path) -> str:

@@ -16,7 +16,6 @@ import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -40,12 +39,13 @@ _DTYPES = {
     "Char": "<i1",
     "Byte": "<u1",
     "Bool": "<u1",
-    "BFloat16": "<u2",  # the upper half of a float32
 }
+# A bfloat16 is the upper half of a float32.
+BFLOAT16 = np.dtype([("upper", "<u2")])
 _STORAGES = {("torch", f"{name}Storage"): np.dtype(code) for name, code in _DTYPES.items()}
+_STORAGES["torch", "BFloat16Storage"] = BFLOAT16
 _STORAGES["torch.storage", "UntypedStorage"] = np.dtype("<u1")  # its tensors name their type
 _UNSIGNED = {("torch", f"uint{bits}"): np.dtype(f"<u{bits // 8}") for bits in (16, 32, 64)}
-_BFLOAT16 = ("torch", "BFloat16Storage")
 _REBUILD, _ORDERED = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
 _REBUILD_TYPED = ("torch._utils", "_rebuild_tensor_v3")
 _PARAMETER = ("torch._utils", "_rebuild_parameter")
@@ -53,11 +53,7 @@ OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # torch's own mark, be
 _NAMES = {*_STORAGES, *_UNSIGNED, _REBUILD, _REBUILD_TYPED, _ORDERED, _PARAMETER}
 
 
-class Mark:
-    """Marks where the items of a list, tuple or dict begin on the stack."""
-
-
-MARK = Mark()
+MARK = object()  # where the items of a list, tuple or dict begin on the stack
 
 
 class Name(NamedTuple):
@@ -65,15 +61,6 @@ class Name(NamedTuple):
 
     module: str
     name: str
-
-
-@dataclass(frozen=True)
-class Storage:
-    """The bytes of one or more tensors."""
-
-    dtype: np.dtype[Any]
-    data: NDArray[np.uint8]
-    is_bfloat16: bool = False
 
 
 def load_torch(path: Path) -> Any:
@@ -121,7 +108,7 @@ class _Reader:
             raise HistoryError(f"found {len(programs)} programs data.pkl, expected a torch.save")
         self._program = programs[0]
         self._root = programs[0].removesuffix("data.pkl")
-        self._storages: dict[str, Storage] = {}
+        self._storages: dict[str, NDArray[Any]] = {}
 
     def load(self) -> Any:
         order = f"{self._root}byteorder"
@@ -141,28 +128,23 @@ class _Reader:
             raise HistoryError(f"{name[:80]!r} has {info.file_size} bytes, expected at most {most}")
         return np.frombuffer(self._archive.read(info), dtype=np.uint8)
 
-    def _storage(self, kind: Any) -> Storage:
+    def _storage(self, kind: Any) -> NDArray[Any]:
         """The storage of ``("storage", type, key, device, length)``."""
         if not (isinstance(kind, tuple) and len(kind) == 5 and kind[0] == "storage"):
             raise HistoryError("a persistent id that is no storage, expected tensors alone")
         _, name, key, _, length = kind
         if not isinstance(name, Name) or name not in _STORAGES or not isinstance(key, str):
             raise HistoryError(
-                f"a storage of {type(name).__name__}, expected one of: {', '.join(_DTYPES)}"
+                f"a storage of {type(name).__name__}, expected one of: "
+                f"{', '.join(name for _, name in _STORAGES)}"
             )
         dtype = _STORAGES[name]
         if key not in self._storages:
             data = self._read(f"{self._root}data/{key}", self._size)
-            self._storages[key] = Storage(dtype, data, name == _BFLOAT16)
+            self._storages[key] = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
         found = self._storages[key]
-        if (
-            found.dtype != dtype
-            or not _is_count(length)
-            or length * dtype.itemsize > found.data.nbytes
-        ):
-            raise HistoryError(
-                f"storage {key[:20]!r} has {found.data.nbytes} bytes, not its length"
-            )
+        if found.dtype != dtype or not _is_count(length) or length > len(found):
+            raise HistoryError(f"storage {key[:20]!r} has {found.nbytes} bytes, not its length")
         return found
 
 
@@ -171,30 +153,28 @@ def _rebuild(arguments: Any) -> NDArray[Any]:
     if not isinstance(arguments, tuple) or len(arguments) < 4:
         raise HistoryError("a tensor without storage, offset, shape and strides")
     storage, offset, shape, strides = arguments[:4]
-    if len(arguments) == 7 and isinstance(storage, Storage):
+    is_storage = isinstance(storage, np.ndarray) and storage.ndim == 1
+    if len(arguments) == 7 and is_storage:
         kind = arguments[6] if isinstance(arguments[6], Name) else ()
         if kind not in _UNSIGNED:
             raise HistoryError(f"a tensor of {'.'.join(kind)}, expected one of integers")
-        storage = Storage(_UNSIGNED[kind], storage.data)
+        storage = storage.view(_UNSIGNED[kind])
     counts = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
-    if not isinstance(storage, Storage) or not counts or len(shape) > 8:
+    if not is_storage or not storage.flags.c_contiguous or not counts or len(shape) > 8:
         raise HistoryError("a tensor without storage, offset, shape and strides")
     if not all(map(_is_count, (offset, *shape, *strides))):
         raise HistoryError("a tensor with a negative or huge offset, shape or stride")
-    values = storage.data[: storage.data.nbytes // storage.dtype.itemsize * storage.dtype.itemsize]
-    values = values.view(storage.dtype)
     last = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     is_empty = 0 in shape
-    if offset > len(values) or (not is_empty and last >= len(values)):
-        raise HistoryError(f"a tensor of shape {shape} ends past its storage of {len(values)}")
-    if not is_empty and np.prod(shape, dtype=np.float64) > len(values):
-        raise HistoryError(f"a tensor of shape {shape} repeats its storage of {len(values)}")
-    steps = tuple(step * storage.dtype.itemsize for step in strides)
-    array: NDArray[Any] = np.ndarray(
-        shape, storage.dtype, values.data, offset * storage.dtype.itemsize, steps
-    )
-    if storage.is_bfloat16:
-        return (array.astype("<u4") << 16).view("<f4")
+    if offset > len(storage) or (not is_empty and last >= len(storage)):
+        raise HistoryError(f"a tensor of shape {shape} ends past its storage of {len(storage)}")
+    if not is_empty and np.prod(shape, dtype=np.float64) > len(storage):
+        raise HistoryError(f"a tensor of shape {shape} repeats its storage of {len(storage)}")
+    each = storage.dtype.itemsize
+    steps = tuple(step * each for step in strides)
+    array: NDArray[Any] = np.ndarray(shape, storage.dtype, storage, offset * each, steps)
+    if storage.dtype == BFLOAT16:
+        return (array["upper"].astype("<u4") << 16).view("<f4")
     return array
 
 
@@ -211,7 +191,7 @@ TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 class _Machine:
     """The part of the pickle machine that numbers, text, containers and tensors need."""
 
-    def __init__(self, storage: Callable[[Any], Storage]) -> None:
+    def __init__(self, storage: Callable[[Any], NDArray[Any]]) -> None:
         self._storage = storage
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}

@@ -189,7 +189,8 @@ def resolve(
         if busy[0] < stated[-1]:
             why = f"layers {_shown(busy)} have tokens, expected none"
             raise ConfigError(f"{why}{_of_model(options)}")
-        notes = (*notes, f"layers {_shown(busy)} have tokens: taken as draft (MTP) layers")
+        text = f"layers {_shown(busy)} behind those of the model have tokens: taken as draft (MTP)"
+        notes = (*notes, f"{text} layers; TensorRT-LLM plans them too, by --layer-ids")
     place = {layer: row for row, layer in enumerate(ids)}
     return [place[layer] for layer in stated], Layers(stated, "model", layers.num_hidden), notes
 
@@ -241,26 +242,6 @@ def _stated(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:
     if not stated:
         raise ConfigError(f"the first MoE layer is {first}, the last in the file {layers.ids[-1]}")
     return stated
-
-
-def parse_layer_ids(text: str) -> tuple[int, ...]:
-    """Read ``3-60`` or ``1,2,5-7``.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not all(
-            one.isdecimal() and len(one) < 6 for one in ([first, last] if dash else [first])
-        ):
-            raise ConfigError(f"layer ids are {text!r}, expected numbers and ranges as 0,3-60")
-        low, high = int(first), int(last if dash else first)
-        if high - low >= MOST_LAYERS:
-            raise ConfigError(f"layer ids {part!r} are more than {MOST_LAYERS} layers")
-        found += range(low, high + 1)
-    return Layers(tuple(found), "model").ids
 
 
 def history_of(tokens: ArrayLike, first: ArrayLike, last: ArrayLike) -> LoadHistory:
@@ -320,6 +301,12 @@ def to_logical(
     return tokens[:, :num_experts]
 
 
+def count_ids(ids: NDArray[np.integer], num: int) -> NDArray[np.int64]:
+    """[num] how often each of the ids 0..num - 1 is there; -1 pads."""
+    counts: NDArray[np.int64] = np.bincount(ids.astype(np.int64).ravel() + 1, minlength=num + 1)
+    return counts[1:]
+
+
 def check_cells(where: str, shape: tuple[int, ...], num_bytes: int) -> None:
     """Refuse counts that would take far more memory than the file that they come from.
 
@@ -331,11 +318,6 @@ def check_cells(where: str, shape: tuple[int, ...], num_bytes: int) -> None:
             f"{where}: counts of {' x '.join(map(str, shape))} (the last are experts) from "
             f"{num_bytes} bytes, expected fewer"
         )
-
-
-def ranks_summed(num_files: int) -> str:
-    """The note on files of ranks: nothing in them tells how many there are."""
-    return f"files of ranks 0..{num_files - 1} are summed: whether one more is missing is not told"
 
 
 def cut_unlike(lost: str, strict: bool) -> tuple[str, ...]:

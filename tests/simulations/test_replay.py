@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from eplb import ModelShape, Placement, Topology
+from eplb import ModelShape, Placement, Topology, plan
 from eplb.core.load import LoadHistory
 from eplb.core.problem import Problem
 from eplb.errors import ConfigError, HistoryError, PlacementError
@@ -221,6 +221,28 @@ def test_idle_windows_count_in_no_mean() -> None:
 
 
 TWO_RANKS_OF_FOUR = Topology.uniform(1, 2, 4)
+
+
+@pytest.mark.parametrize("seed", [100, 101])
+def test_replay_behind_idle_windows_serves_busy_ones_as_plans_on_the_sum(seed: int) -> None:
+    def planned_on_the_sum(problem: Problem) -> Placement:
+        total = problem.history.total()
+        return plan(total, problem.topology, current=problem.current).target
+
+    register_policy("on the sum", planned_on_the_sum)
+    rng = np.random.default_rng(seed)
+    share = rng.gamma(1.5, size=(3, 32))
+    sizes = [5] * 14 + [48_000] * 10
+    load = [[rng.multinomial(n, row / row.sum()) for row in share] for n in sizes]
+    ranks = Topology.uniform(num_nodes=1, ranks_per_node=4, slots_per_rank=9)
+    scenario = Scenario(ranks, load=LoadHistory(np.array(load)), past_windows=24)
+
+    ours, on_sum = (one.per_window[-8:].mean() for one in replay_all(scenario, NAMES))
+
+    assert ours < on_sum + 0.005
+
+
+NAMES = ["auto", "on the sum"]
 
 
 def test_incomplete_windows_are_skipped_and_counted() -> None:

@@ -27,7 +27,7 @@ from api.cli.simulator.options import (
     reading_of,
 )
 from api.terminal.printable import print_error, print_plain, printable
-from api.terminal.progress import progress
+from api.terminal.progress import LINE_AFTER_S, progress
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
 from simulations.inputs import check_steps, model_of, windows_of
@@ -54,6 +54,7 @@ from simulations.sweep.run import (
     run_on_ray,
     sweep,
 )
+from simulations.windows import WindowSeries
 from simulations.workloads import PREFIX
 from telemetry.formats.model_config import model_digest
 from telemetry.formats.types import ReadOptions
@@ -102,7 +103,8 @@ def sweep_command(
     digest = model_digest(timed.model) if timed.model is not None else ""
     settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision, digest)
     options = reading_of(trace, stated, timed, **vars(routing))
-    load = _load(trace, steps, timed, options, stated.input_format)
+    windows = _windows(trace, steps, timed, options, stated.input_format)
+    load: Load = Generated(trace, steps) if trace.startswith(PREFIX) else recorded(windows)
     register_peers()
     policies = names_in(policy)
     check_names(policies)
@@ -122,12 +124,14 @@ def sweep_command(
         load = on_this_host(load, output)
     elif workers is not None:
         raise ConfigError("--workers is for processes; a Ray cluster has its own, expected none")
-    with progress("tasks", len(tasks), is_shown=not json_output) as advance:
+    with progress(
+        "tasks", len(tasks), is_shown=not json_output, line_after_s=LINE_AFTER_S
+    ) as advance:
         done = sweep(load, tasks, results, execute, advance, task_s=task_minutes * 60)
     best_first = sorted(done.rows, key=lambda row: row.order)
     plots.write(lambda: sweep_page(best_first, Path(trace).name, command_line()))
     if json_output:
-        typer.echo(dumps(_as_json(done), indent=2))
+        typer.echo(dumps(_as_json(done) | {"notes": windows.notes}, indent=2))
     else:
         skipped = f"{counted(len(done.rows), 'row')}, {done.num_skipped} of them from earlier runs"
         table = rows_table(best_first, MOST_SHOWN).for_terminal(NUM_COLUMNS)
@@ -138,10 +142,10 @@ def sweep_command(
         raise typer.Exit(INCOMPLETE)
 
 
-def _load(
+def _windows(
     trace: str, steps: int | None, timed: StepOptions, options: ReadOptions, name: str | None
-) -> Load:
-    """The load, checked against the options as far as no replay is needed."""
+) -> WindowSeries:
+    """The load's windows, checked against the options as far as no replay is needed."""
     shape = timed.shape()
     if timed.hardware is not None:
         hardware_named(timed.hardware)
@@ -153,9 +157,7 @@ def _load(
         check_steps(windows, trace, steps)
     for note in windows.notes:
         typer.echo(printable(f"note: {note}"), err=True)
-    if trace.startswith(PREFIX):
-        return Generated(trace, steps)
-    return recorded(windows if steps is None else replace(windows, steps=steps))
+    return windows if steps is None else replace(windows, steps=steps)
 
 
 def _rule(name: str) -> DispatchRule:

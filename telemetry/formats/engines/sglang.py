@@ -13,9 +13,8 @@ Shapes:  n passes, T windows, L hidden layers, E experts, P physical slots.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,43 +41,40 @@ from telemetry.formats.types import (
     WriteOptions,
     Written,
     check_cells,
+    count_ids,
     cut_unlike,
     history_of,
     placement_of,
-    ranks_summed,
     rows_as_hidden,
     to_logical,
-    whole_steps,
 )
 
 MAP = "physical_to_logical_map"
 COUNT = "logical_count"
-MAX_RANK_FILES = 4096
 DUMP_FILE = re.compile(r"expert_distribution_recorder_(?P<time>[\d.]+?)(?:_(?P<rank>\d+))?\.pt")
+LAST_MAP = "the map is the last one: passes before a rebalance within this recording would be wrong"
 CIRCULAR = "steps stand in a circular buffer: which window is the newest is not known"
 
 
 def of_dump(record: Any, path: Path, options: ReadOptions) -> LoadFile:
     """The load of a recorder's file that was read already."""
-    if isinstance(record, dict) and COUNT in record:
-        counts = record[COUNT]
+    keys = record if isinstance(record, dict) else {}
+    if COUNT in keys:
+        counts = member(record, COUNT, (list, np.ndarray), path.name)
         if isinstance(counts, list):  # as ``--init-expert-location`` takes it
             return _stat(int_array(counts, (2, 3), COUNT), ())
         return _stat(counts, (CIRCULAR,))
-    if isinstance(record, dict) and "records" in record:
+    if "records" in keys:
+        file = _of_rank(record, path.name, options)
         note = f"of one rank alone, {path.name}: the folder of all ranks' files gives their sum"
-        return _sum_of_ranks({path.name: lambda: record}, options, (note,))
-    keys = ", ".join(map(str, record))[:80] if isinstance(record, dict) else ""
+        return replace(file, notes=(note, *file.notes))
     raise HistoryError(
-        f"found a {type(record).__name__} {keys}, expected a dump of SGLang's recorder with "
-        f"{COUNT} or records, a {MAP}, or one tensor [layers, experts]"
+        f"found a {type(record).__name__} {', '.join(map(str, keys))[:80]}, expected a dump of "
+        f"SGLang's recorder with {COUNT} or records, a {MAP}, or one tensor [layers, experts]"
     )
 
 
-def _stat(counts: Any, notes: tuple[str, ...]) -> LoadFile:
-    if not isinstance(counts, np.ndarray) or counts.ndim not in (2, 3) or not counts.size:
-        shape = getattr(counts, "shape", type(counts).__name__)
-        raise HistoryError(f"{COUNT} has shape {shape}, expected [steps, layers, experts]")
+def _stat(counts: NDArray[Any], notes: tuple[str, ...]) -> LoadFile:
     steps = history_of_figures(counts)
     last_filled = int(np.flatnonzero(steps.tokens.any(axis=(1, 2))).max(initial=0)) + 1
     if last_filled < steps.num_windows:
@@ -93,77 +89,41 @@ def dumps_in(paths: list[Path], *, strict: bool) -> tuple[list[list[Path]], tupl
 
     The n-th file of every rank is of the n-th dump; a file without a rank is a dump.
     """
-    by_rank: dict[int, list[tuple[float, Path]]] = {}
+    by_rank: dict[int, list[tuple[float, Path]]] = {}  # -1: a file without a rank
     for path in paths:
         name = DUMP_FILE.fullmatch(path.name)
         assert name is not None, "files of the recorder alone"
         time = name["time"].replace(".", "", name["time"].count(".") - 1)
         by_rank.setdefault(int((name["rank"] or "-1")[:9]), []).append((float(time), path))
-    if alone := by_rank.pop(-1, []):
-        if by_rank:
-            raise HistoryError("files of one rank and of all ranks, expected those of one mode")
-        return [[path] for _, path in sorted(alone)], ()
-    missing = sorted(set(range(max(by_rank) + 1)) - by_rank.keys())
-    if missing or len(paths) > MAX_RANK_FILES:
-        raise HistoryError(
-            f"{len(paths)} files, none of rank {missing or MAX_RANK_FILES}, expected ranks "
-            f"0..{max(by_rank)}"
-        )
-    count = min(map(len, by_rank.values()))
-    spare = len(paths) - count * len(by_rank)
-    notes = (
-        cut_unlike(f"{spare} files are of dumps that not all ranks have", strict) if spare else ()
-    )
-    whole = [sorted(by_rank[rank])[:count] for rank in sorted(by_rank)]
-    return [[files[number][1] for files in whole] for number in range(count)], notes
+    if -1 in by_rank and len(by_rank) > 1:
+        raise HistoryError("files of one rank and of all ranks, expected those of one mode")
+    in_time = [[path for _, path in sorted(by_rank[rank])] for rank in sorted(by_rank)]
+    dumps = [list(files) for files in zip(*in_time, strict=False)]
+    spare = len(paths) - sum(map(len, dumps))
+    lost = f"{spare} files are of dumps that not all ranks have"
+    return dumps, cut_unlike(lost, strict) if spare else ()
 
 
-def read_rank_files(paths: Sequence[Path], options: ReadOptions) -> LoadFile:
-    """Read the files of all ranks of one dump, by rank, and sum their passes."""
-    return _sum_of_ranks({path.name: partial(_loaded, path) for path in paths}, options, ())
-
-
-def _loaded(path: Path) -> Any:
+def read_rank(path: Path, options: ReadOptions) -> LoadFile:
+    """Read the file of one rank: its own part of each pass."""
     with reading(path, "a dump of SGLang's recorder"):
-        return load_torch(path)
+        return _of_rank(load_torch(path), path.name, options)
 
 
-def _sum_of_ranks(
-    files: Mapping[str, Callable[[], Any]], options: ReadOptions, notes: tuple[str, ...]
-) -> LoadFile:
-    """The sum of the passes that all files have, which are loaded one after another."""
-    held: NDArray[np.int64] | None = None
-    sums: dict[int, NDArray[np.int64]] = {}  # by pass
-    seen = Counter[int]()  # files that have it
-    for name, load in files.items():
-        record = load()
-        table = _checked_map(member(record, f"last_{MAP}", np.ndarray, name), f"{name}: the map")
-        if held is not None and not np.array_equal(held, table):
-            raise HistoryError(f"{name} has another map than rank 0, expected one dump")
-        held, of_file = table, set[int]()
-        for number, slots in _passes(record, table, name):
-            if number in of_file:
-                raise HistoryError(f"{name} has pass {number} twice, expected it once")
-            of_file.add(number)
-            sums[number] = sums.get(number, 0) + slots
-        seen.update(of_file)
-    assert held is not None, "a dump has files"
-    what = f"passes are not in all {len(files)} files"
-    whole, lost = whole_steps(seen, len(files), what, options)
+def _of_rank(record: Any, name: str, options: ReadOptions) -> LoadFile:
+    held = _checked_map(member(record, f"last_{MAP}", np.ndarray, name), f"{name}: the map")
     num_experts = options.experts_in("the map", int(held.max()), held.shape[1])
-    tokens = [to_logical(sums[one], held, num_experts, f"pass {one}") for one in whole]
-    only_last = (
-        "the map is the last one: passes before a rebalance within this recording would be wrong"
-    )
-    layers = rows_as_hidden(len(held))
+    tokens: dict[int, NDArray[np.int64]] = {}  # [L, E] by pass
+    for number, slots in _passes(record, held, name):
+        if number in tokens:
+            raise HistoryError(f"{name} has pass {number} twice, expected it once")
+        tokens[number] = to_logical(slots, held, num_experts, f"{name}: pass {number}")
+    if not tokens:
+        raise HistoryError(f"{name} has no pass, expected some")
+    passes, layers = sorted(tokens), rows_as_hidden(len(held))
     current = PlacementFile(Placement(held.astype(np.int32), num_experts), layers)
-    return LoadFile(
-        history_of(tokens, whole, whole),
-        layers,
-        current,
-        len(files) if len(files) > 1 else None,
-        notes=(*notes, *lost, *([ranks_summed(len(files))] if len(files) > 1 else []), only_last),
-    )
+    history = history_of([tokens[number] for number in passes], passes, passes)
+    return LoadFile(history, layers, current, notes=(LAST_MAP,))
 
 
 def _checked_map(table: NDArray[Any], where: str) -> NDArray[np.int64]:
@@ -202,10 +162,7 @@ def _counted(ids: NDArray[Any], held: NDArray[np.int64], where: str) -> NDArray[
     check_cells(where, (num_layers, num_slots), held.nbytes)
     if (wrong := repeats_expert(ids)) is not None:
         raise HistoryError(f"{where}: token {wrong[1]} of row {wrong[0]} has a slot twice")
-    counts = [
-        np.bincount(row.ravel().astype(np.int64) + 1, minlength=num_slots + 1)[1:] for row in ids
-    ]
-    return np.array(counts, dtype=np.int64)
+    return np.array([count_ids(row, num_slots) for row in ids])
 
 
 # -- expert locations

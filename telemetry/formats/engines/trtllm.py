@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,8 @@ from telemetry.formats.types import (
     Written,
     as_layers,
     assignments,
-    check_cells,
     history_of,
     placement_of,
-    ranks_summed,
     whole_steps,
 )
 
@@ -53,53 +52,35 @@ MAX_EVENTS = 4_000_000  # 1,024 layers x 1,024 slots take 1,100,000
 SETTINGS = {"num_slots", "initial_global_assignments", "layer_updates_per_iter"}
 
 
-def read_statistics(folder: Path, options: ReadOptions) -> LoadFile:
-    """Read the folder that ``EXPERT_STATISTIC_PATH`` names."""
+def rank_files(folder: Path, options: ReadOptions) -> Iterator[tuple[str, LoadFile]]:
+    """The files of the folder that ``EXPERT_STATISTIC_PATH`` names, one after another."""
     meta = read_json(folder / "meta_info.json")
     num_experts = whole_number(
         member(meta, "num_experts", int, "meta_info.json"), "num_experts", 1, 2**20
     )
-    sums: dict[tuple[int, int], NDArray[np.int64]] = {}  # by iteration and layer
-    seen, stages = Counter[int](), Counter[tuple[int, ...]]()  # ranks that have each, whole
-    paths = _rank_files(folder)
+    paths = sorted(path for path in folder.iterdir() if RANK_FILE.fullmatch(path.name))
     for path in paths:
         counts = _counts(path, num_experts)
-        ids = tuple(sorted({layer for _, layer in counts}))
-        layers_of = Counter(step for step, _ in counts)
-        stages[ids] += 1
-        seen.update({step: int(num == len(ids)) for step, num in layers_of.items()})
-        for key, tokens in counts.items():
-            sums[key] = sums.get(key, 0) + tokens
-    layers = sorted(layer for ids in stages for layer in ids)
-    if len(set(layers)) != len(layers):
-        raise HistoryError(f"ranks have layers {list(stages)[:2]}, expected the same or no common")
-    what = "iterations are not in all files"
-    whole, notes = whole_steps(seen, len(paths), what, options)
-    if whole[-1] - whole[0] + 1 != len(whole):
+        ids = sorted({layer for _, layer in counts})
+        seen, what = Counter(step for step, _ in counts), f"iterations of {path.name} lack layers"
+        whole, notes = whole_steps(seen, len(ids), what, options)
+        tokens = [[counts[step, layer] for layer in ids] for step in whole]
+        yield path.name, LoadFile(history_of(tokens, whole, whole), as_layers(ids), notes=notes)
+
+
+def without_gap(file: LoadFile) -> LoadFile:
+    """The sum of all ranks, whose iterations follow each other.
+
+    Raises:
+        HistoryError: one between them is missing.
+    """
+    steps = file.history.first_step
+    if steps[-1] - steps[0] + 1 != len(steps):
         raise HistoryError(
-            f"{len(whole)} iterations in {whole[0]}..{whole[-1]} have each layer of every rank, "
+            f"{len(steps)} iterations in {steps[0]}..{steps[-1]} have each layer of every rank, "
             "expected no gap"
         )
-    shape = (len(whole), len(layers), num_experts)
-    check_cells("the folder", shape, sum(one.nbytes for one in sums.values()))
-    tokens = np.array([[sums[step, layer] for layer in layers] for step in whole])
-    num_ranks = max(stages.values()) if len(set(stages.values())) == 1 else None
-    notes = (*notes, ranks_summed(len(paths)))
-    return LoadFile(
-        history_of(tokens, whole, whole), as_layers(layers), None, num_ranks, notes=notes
-    )
-
-
-def _rank_files(folder: Path) -> list[Path]:
-    found = {
-        int(name[1]): path for path in folder.iterdir() if (name := RANK_FILE.fullmatch(path.name))
-    }
-    missing = sorted(set(range(len(found))) - found.keys())
-    if not found or missing:
-        raise HistoryError(
-            f"{len(found)} files rank*.safetensors, expected those of ranks 0, 1, 2, ..."
-        )
-    return [found[rank] for rank in range(len(found))]
+    return file
 
 
 def _counts(path: Path, num_experts: int) -> dict[tuple[int, int], NDArray[np.int64]]:
@@ -131,15 +112,13 @@ def read_config(path: Path, options: ReadOptions) -> PlacementFile:
     ids = sorted(whole_number(layer, "a layer") for layer in given or ())
     table = assignments(given, ids, num_slots)
     updates = whole_number(config.get("layer_updates_per_iter", 0), "layer_updates_per_iter")
-    provenance = {"layer_updates_per_iter": updates}
-    return placement_of(table, as_layers(ids), options, provenance=provenance)
+    kept = {"layer_updates_per_iter": updates}
+    return placement_of(table, as_layers(ids), options, provenance=kept)
 
 
 def _plain(text: str) -> Any:
     """YAML as dicts, lists, text and whole numbers. Nothing else is constructed; no alias."""
-    root: list[Any] = []
-    stack: list[Any] = [root]
-    keys: list[Any] = [None]  # the key that waits for its value, for each open mapping
+    stack: list[list[Any]] = [[]]  # items of each collection that is open
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
         for number, event in enumerate(yaml.parse(text, Loader=loader)):
@@ -147,35 +126,29 @@ def _plain(text: str) -> Any:
                 raise HistoryError(f"more than {MAX_EVENTS} items or {MAX_DEPTH} levels of YAML")
             if isinstance(event, yaml.AliasEvent):
                 raise HistoryError("an alias in YAML, expected plain values")
-            if isinstance(event, yaml.CollectionEndEvent):
-                stack.pop()
-                keys.pop()
-            elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-                value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-                _put(stack, keys, value)
-                stack.append(value)
-                keys.append(None)
+            if isinstance(event, yaml.CollectionStartEvent):
+                stack.append([])
+            elif isinstance(event, yaml.CollectionEndEvent):
+                items = stack.pop()
+                is_mapping = isinstance(event, yaml.MappingEndEvent)
+                stack[-1].append(_mapping(items) if is_mapping else items)
             elif isinstance(event, yaml.ScalarEvent):
                 is_number = NUMBER.fullmatch(event.value) and event.implicit[0]
-                _put(stack, keys, int(event.value) if is_number else event.value)
+                stack[-1].append(int(event.value) if is_number else event.value)
     except yaml.YAMLError as exc:
         raise HistoryError(f"no YAML: {' '.join(str(exc).split())[:200]}") from exc
-    if len(root) != 1:
-        raise HistoryError(f"{len(root)} documents of YAML, expected one")
-    return root[0]
+    if len(stack[0]) != 1:
+        raise HistoryError(f"{len(stack[0])} documents of YAML, expected one")
+    return stack[0][0]
 
 
-def _put(stack: list[Any], keys: list[Any], value: Any) -> None:
-    container = stack[-1]
-    if isinstance(container, list):
-        container.append(value)
-    elif keys[-1] is None:
-        if not isinstance(value, str | int) or value in container:
-            raise HistoryError(f"key {value!r} of YAML twice, or no text".replace("\n", " ")[:200])
-        keys[-1] = value
-    else:
-        container[keys[-1]] = value
-        keys[-1] = None
+def _mapping(items: list[Any]) -> dict[Any, Any]:
+    made = dict[Any, Any]()
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, str | int) or key in made:
+            raise HistoryError(f"key {key!r} of YAML twice, or no text".replace("\n", " ")[:200])
+        made[key] = value
+    return made
 
 
 IGNORED = (

@@ -197,8 +197,9 @@ def current_of(
     held: NDArray[np.int64], num_experts: int
 ) -> tuple[Placement | None, tuple[str, ...]]:
     """The placement of a map [L, P], or why it is none."""
-    complete = all(np.isin(np.arange(num_experts), row).all() for row in held)
-    if not complete:  # elastic expert parallelism between two sizes
+    if not all(
+        np.isin(np.arange(num_experts), row).all() for row in held
+    ):  # elastic expert parallelism between two sizes
         return None, ("the last map lacks experts, and is not taken as the current placement",)
     return Placement(held.astype(np.int32), num_experts), ()
 
@@ -233,8 +234,7 @@ def of_mapping(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
     held = assignments(given, list(map(str, range(len(given)))), num_slots)
     if redundant >= num_slots:
         raise HistoryError(f"{redundant} redundant experts in {num_slots} slots, expected fewer")
-    layers = rows_in_order(len(held))
-    return placement_of(held, layers, options, num_experts=num_slots - redundant)
+    return placement_of(held, rows_in_order(len(held)), options, num_experts=num_slots - redundant)
 
 
 def write_mapping(file: PlacementFile, options: WriteOptions) -> Written:

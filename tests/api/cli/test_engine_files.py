@@ -306,6 +306,15 @@ COMMANDS = {
 }
 
 
+TWENTY_EXPERTS = {
+    "num_hidden_layers": 3,
+    "num_experts": 20,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+}
+
+
 @pytest.mark.parametrize("command", list(COMMANDS))
 @pytest.mark.parametrize(
     ("name", "stated", "why"),
@@ -359,6 +368,40 @@ def test_commands_count_routing_ids_of_the_type_that_vllm_returns(
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "taken as routing ids of 16 experts, top-2, format vllm-routing, vLLM" in said
+
+
+@pytest.mark.parametrize("is_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one != "validate"])
+def test_each_command_says_that_stated_experts_have_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, is_json: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = np.random.default_rng(0).random((960, 3, 16)).argsort(axis=2)[:, :, :2]
+    np.save("r.npy", ids.astype(np.uint8))
+    words = (*COMMANDS[command], "--experts", 20)
+    if command == "recommend":
+        Path("config.json").write_text(json.dumps(TWENTY_EXPERTS))
+        words = ("--model", "config.json", "--ranks", 4)
+
+    done = eplb(command, "r.npy", *words, *(["--json"] if is_json else []))
+
+    assert done.exit_code == 0, done.output
+    said = " ".join((done.stdout if is_json else done.output).split())
+    assert "4 experts of 20 have no token in any layer: 16..19" in said
+    if is_json:
+        assert "4 experts of 20" in json.dumps(json.loads(done.stdout))
+
+
+def test_convert_says_the_windows_layers_and_experts_that_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("c.npy", np.random.default_rng(0).poisson(500, (7, 3, 8)))
+    done = eplb("convert", "c.npy", *COMMANDS["convert"])
+    found = eplb("convert", "c.npy", *COMMANDS["convert"], "--json")
+
+    assert done.stdout.splitlines()[0] == "load: 7 windows, 3 layers x 8 experts"
+    assert json.loads(found.stdout)["load"] == "7 windows, 3 layers x 8 experts"
 
 
 def test_plan_writes_into_a_pipe_and_judges_what_it_wrote(dump: Path, tmp_path: Path) -> None:

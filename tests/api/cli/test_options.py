@@ -170,6 +170,19 @@ def test_pipe_gets_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+def test_pipe_gets_lines_of_work_that_takes_long(capfd: pytest.CaptureFixture[str]) -> None:
+    seen = ""
+    with progress("windows", 2, is_shown=False, line_after_s=0.001) as advance:
+        while "windows: 0 of 2 after" not in seen:
+            seen += capfd.readouterr().err
+        advance(1)
+        while "windows: 1 of 2 after" not in seen:
+            seen += capfd.readouterr().err
+
+    assert "eplb compile" in seen.splitlines()[0]
+    assert "eplb compile" not in seen.splitlines()[-1]
+
+
 def test_bar_is_on_the_error_stream_of_a_terminal(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save
 
 from eplb.core.load import LoadSample
-from eplb.core.model import ModelShape
+from eplb.core.model import ModelShape, numbers_in
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError, StoreError
@@ -33,7 +33,6 @@ from telemetry.formats.types import (
     PlacementFile,
     ReadOptions,
     as_layers,
-    parse_layer_ids,
     rows_as_hidden,
     rows_in_order,
 )
@@ -366,11 +365,11 @@ def test_rows_that_may_be_dense_are_not_written_as_moe_layers(tmp_path: Path) ->
 
 
 def test_layer_ids_are_numbers_and_ranges() -> None:
-    assert parse_layer_ids("3-5") == (3, 4, 5)
-    assert parse_layer_ids("0,2-3") == (0, 2, 3)
-    for wrong in ("3-", "5-3", "x"):
-        with pytest.raises(ConfigError):
-            parse_layer_ids(wrong)
+    assert numbers_in("3-5", "--layer-ids") == (3, 4, 5)
+    assert numbers_in("0, 2-3", "--layer-ids") == (0, 2, 3)
+    for wrong in ("3-", "5-3", "x", "3,3", "4,2", "", "-1", "0-99999"):
+        with pytest.raises(ConfigError, match=r"--layer-ids: found .*, expected"):
+            numbers_in(wrong, "--layer-ids")
 
 
 def test_steps_are_summed_into_a_bounded_number_of_windows() -> None:

@@ -17,6 +17,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError, EplbError, HistoryError, PlacementError
+from telemetry.formats.checks import TargetDeployment, findings
 from telemetry.formats.table import (
     WriteOptions,
     read,
@@ -28,6 +29,7 @@ from telemetry.formats.table import (
 from telemetry.formats.types import LoadFile, PlacementFile, ReadOptions, as_layers, rows_in_order
 from tests.support.formats.seeds import (
     ASCEND_JSON,
+    PHYSICAL,
     npy,
     npz,
     per_pass,
@@ -489,9 +491,30 @@ def test_draft_layers_behind_those_of_the_model_are_dropped_and_noted(tmp_path: 
     found = read_load(path, ReadOptions(layer_ids=(3, 4), model="m"))
 
     assert found.history.tokens.tolist() == [[[5, 1], [2, 4]]]
-    assert "layers 61 have tokens: taken as draft (MTP) layers" in found.notes
+    note = "layers 61 behind those of the model have tokens: taken as draft (MTP) layers"
+    assert f"{note}; TensorRT-LLM plans them too, by --layer-ids" in found.notes
+    assert read_load(path, ReadOptions(layer_ids=(3, 4, 61))).history.num_layers == 3
     with pytest.raises(ConfigError, match="layers 3 have tokens, expected none; --model m"):
         read_load(path, ReadOptions(layer_ids=(4, 61), model="m"))
+
+
+def test_last_layer_with_other_totals_may_be_a_draft_layer(tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).multinomial(4096, np.full(8, 1 / 8), (5, 4))
+    counts *= np.array([3, 1, 2, 5, 4])[:, None, None]
+    counts[:, -1] //= 2
+    found = read_load(place(tmp_path, "c.npy", npy(counts)), NONE)
+
+    assert found.history.tokens.tolist() == counts.tolist()
+    assert "or layer 3 be a draft (MTP) layer: then leave out its row" in found.notes[-1]
+
+
+def test_hidden_rows_are_neither_valid_for_trtllm_nor_written_for_it(tmp_path: Path) -> None:
+    file = read_placement(place(tmp_path, "l.json", b'{"physical_to_logical_map": [[0, 1]]}'), NONE)
+
+    wrong = [one.code for one in findings(file, "trtllm", TargetDeployment(2)) if one.is_error]
+    assert wrong == ["dense-rows"]
+    with pytest.raises(ConfigError, match="does not tell whether a row is a dense layer"):
+        write_placement(file, "trtllm", tmp_path / "o.yaml", WriteOptions(2))
 
 
 # -- axes
@@ -601,12 +624,54 @@ def test_trtllm_stages_are_joined_and_iterations_that_ranks_lack_not_used(tmp_pa
         read_load(str(tmp_path), ReadOptions(strict=True))
 
 
+@pytest.mark.parametrize("name", ["t_rank{}.csv", "expert_distribution_recorder_1.5_{}.pt"])
+def test_file_of_a_rank_between_others_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    for rank in (0, 2):
+        data = b"layer,0,1\n3,5,1\n" if name.endswith("csv") else torch_file(per_pass(rank))
+        (tmp_path / name.format(rank)).write_bytes(data)
+
+    with pytest.raises(HistoryError, match="no file of rank 1, expected those of ranks 0, 1, 2"):
+        read_load(str(tmp_path), NONE)
+
+
+def test_passes_of_ranks_are_summed_by_their_number(tmp_path: Path) -> None:
+    for rank, passes in ((0, (7, 8)), (1, (8, 9))):  # a pass of the engine is no place in a file
+        record = per_pass(rank)
+        for part, number in zip(record["records"], passes, strict=True):
+            part["forward_pass_id"] = number
+        record["records"][0]["global_physical_count"] = PHYSICAL * (rank + 1)
+        place(tmp_path, f"expert_distribution_recorder_1.5_{rank}.pt", torch_file(record))
+    found = read_load(str(tmp_path), NONE)
+
+    logical = np.array([[5, 1, 0, 2], [4, 3, 1, 0]])  # of PHYSICAL by its map
+    assert found.history.tokens.tolist() == [((1 + 2) * logical).tolist()]
+    assert found.history.first_step.tolist() == [8]
+    assert "2 of 3 passes are not in all 2 files: not used" in found.notes
+
+
 def test_folder_of_two_kinds_is_refused(tmp_path: Path) -> None:
     place(tmp_path, "a.csv", "5,1\n2,4\n")
     place(tmp_path, "b.json", "[[5, 1], [2, 4]]")
 
     with pytest.raises(HistoryError, match=r"b\.json is counts, a\.csv is csv"):
         read_load(str(tmp_path), NONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "why"),
+    [
+        ("c.parquet", b"PAR1", r"another table, expected it saved as \.csv with the columns layer"),
+        ("rank0.safetensors", save({"1_3": np.arange(4)}), "expected the folder of TensorRT-LLM"),
+        ("c.pkl", b"\x80\x04.", "a pickle, which may run code, expected an array"),
+        ("c.xyz", b"1", "of no known name, expected --format with one of"),
+        ("r.npy", npy(np.full((2, 3, 4, 2), -1, np.int16)), r"\(2, 3, 4, 2\), expected \[windows"),
+    ],
+)
+def test_file_that_is_no_format_says_what_is(
+    tmp_path: Path, name: str, data: bytes, why: str
+) -> None:
+    with pytest.raises(EplbError, match=why):
+        read(place(tmp_path, name, data), NONE)
 
 
 # -- LMDeploy, omni-infer, expert maps, torch
