@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eplb import plan
 from eplb.core.cost import CostModel
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY, Placement
@@ -137,6 +138,22 @@ def test_idle_window_moves_nothing(deployment: Deployment) -> None:
     deployment.controller().turn()
 
     assert decisions(deployment.store) == ["KEEP"]
+
+
+def test_plan_after_idle_windows_serves_busy_ones_as_one_on_the_sum(
+    deployment: Deployment,
+) -> None:
+    idle = [1, 1, 2, 6]  # of other experts than those that are busy
+    deployment.serve(idle, windows=14)
+    deployment.serve(SKEWED, windows=2)
+    deployment.controller().turn()
+
+    total = np.array([14 * np.array(idle) + 2 * np.array(SKEWED)])
+    on_windows, on_sum = (
+        float(imbalance(np.array([SKEWED]), placement, TOPOLOGY)[0])
+        for placement in (deployment.published().target, plan(total, TOPOLOGY).target)
+    )
+    assert on_windows < on_sum + 0.005
 
 
 def test_plan_after_a_load_change_uses_the_new_load_only(deployment: Deployment) -> None:
