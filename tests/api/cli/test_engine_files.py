@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from api.cli.main import app
@@ -390,6 +391,33 @@ def test_each_command_says_that_stated_experts_have_no_token(
     assert "4 experts of 20 have no token in any layer: 16..19" in said
     if is_json:
         assert "4 experts of 20" in json.dumps(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("p.npy", np.array([[[1, 1, 0, 0]] * 2, [[0, 0, 1, 1]] * 2])),  # [devices, layers, experts]
+        ("m.npy", np.array([[[0, 1, -1, -1], [-1, -1, 0, 1]]] * 2)),  # [layers, ranks, experts]
+    ],
+    ids=["pattern", "expert map"],
+)
+def test_table_by_device_is_a_placement_for_convert_and_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, table: NDArray[np.int64]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save(name, table)
+    Path("load.json").write_text(json.dumps([[90, 60, 5, 5], [60, 90, 5, 5]]))
+
+    done = eplb("convert", name, "--to", "vllm", "-o", "o.json")
+    planned = eplb(
+        "plan", "load.json", "--ranks", 2, "--target", "vllm", "-o", "p.json", "--current", name
+    )
+
+    assert done.exit_code == planned.exit_code == 0, done.output + planned.output
+    rows = json.loads(Path("o.json").read_text())["initial_global_assignments"]
+    assert rows == {"0": [0, 1, 2, 3], "1": [0, 1, 2, 3]}
+    # Rank 0 holds experts 0 and 1: 150 of 160 tokens, where 80 are the mean of two ranks.
+    assert figures(planned.output, "before")[0] == 1.875
 
 
 def test_convert_says_the_windows_layers_and_experts_that_it_took(
