@@ -235,7 +235,7 @@ class FileSource:
                 self._waiting.setdefault(Part((), str(each)), [])
             return Part((), str(rank))
         try:
-            if (options.input_format or kind_of(path, options.read)) in OF_REQUESTS:
+            if (options.input_format or kind_of(path, options.read)[0]) in OF_REQUESTS:
                 self._requests.append(path)
                 return None
             _, file = read_file(path, options.read, options.input_format)

@@ -334,9 +334,11 @@ def join(
     for name, part in files:
         history, facts = part.history, _facts_of(part, by_step=by_step)
         first = first or facts
-        if wrong := [what for what, fact in facts.items() if fact != first[what]]:
-            wanted = f"expected {first[wrong[0]]} as {names[0]}"
-            raise HistoryError(f"{name} has {wrong[0]} {facts[wrong[0]]}, {wanted}")
+        for fact, value in facts.items():
+            if value != first[fact]:
+                raise HistoryError(
+                    f"{name} has {fact} {value}, expected {first[fact]} as {names[0]}"
+                )
         names.append(name)
         notes += part.notes
         contents.add(hashlib.sha256(history.tokens).digest())

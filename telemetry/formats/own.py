@@ -96,10 +96,14 @@ def _load_file(
     counts: NDArray[Any], ids: Any, names: Sequence[str] = (), place: str = ""
 ) -> LoadFile:
     """The load of counts [L, E] or [T, L, E]; ``names`` are those of all that the file holds."""
+    if counts.ndim not in (2, 3) or not counts.size:
+        raise HistoryError(
+            f"shape {counts.shape}, expected [layers, experts] or with windows first"
+        )
     is_float = counts.dtype.kind == "f"
     notes: tuple[str, ...] = ()
     windows = counts[None] if counts.ndim == 2 else counts
-    if is_float and not (float(counts.max(initial=0)) < MOST_EXACT and not np.mod(counts, 1).any()):
+    if is_float and not (float(counts.max()) < MOST_EXACT and not np.mod(counts, 1).any()):
         notes = ("loads are fractions: they are scaled to whole numbers",)
         history = history_of_figures(windows.astype(np.float64))
     else:  # that they are no routing ids was decided before, or by the user
@@ -222,11 +226,8 @@ def _long_table(counts: NDArray[np.int64], names: list[str], options: ReadOption
         )
     column = dict(zip(names, counts.T, strict=True))
     layer, expert = column["layer"], column["expert"]
-    places, times = np.unique(
-        np.stack((column.get("rank", np.zeros_like(layer)), layer, expert)),
-        axis=1,
-        return_counts=True,
-    )
+    cells = np.stack((column.get("rank", np.zeros_like(layer)), layer, expert))
+    places, times = np.unique(cells, axis=1, return_counts=True)
     if times.max() > 1:
         _, of_layer, of_expert = places[:, times.argmax()].tolist()
         raise HistoryError(f"layer {of_layer}, expert {of_expert} stand in two rows, expected one")

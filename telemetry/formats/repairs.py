@@ -103,8 +103,9 @@ def _kept_in_place(
     moved = in_place(held.astype(np.int64), base, topology).astype(np.int32)
     if not (changed := int((moved != held).sum())):
         return file, ()
+    placement = Placement(moved, file.placement.num_experts, file.placement.generation)
     note = f"{changed} slots are reordered: experts that stay keep their slots"
-    return _with(file, moved), (note,)
+    return replace(file, placement=placement), (note,)
 
 
 def _replaced(file: PlacementFile, slots: NDArray[np.int64], topology: Topology) -> PlacementFile:
@@ -123,9 +124,4 @@ def _replaced(file: PlacementFile, slots: NDArray[np.int64], topology: Topology)
                 "expected fewer slots than experts"
             )
         held[layer, slot] = int(count.argmin())
-    return _with(file, held)
-
-
-def _with(file: PlacementFile, held: NDArray[np.int32]) -> PlacementFile:
-    placement = Placement(held, file.placement.num_experts, file.placement.generation)
-    return replace(file, placement=placement)
+    return replace(file, placement=Placement(held, num_experts, file.placement.generation))

@@ -107,8 +107,14 @@ def read_trace(path: Path, layout: Layout | None = None) -> Routing:
     if "expert_ids" not in arrays:
         raise HistoryError(f"trace {path} holds {names}, expected expert_ids")
     ids, lengths = arrays["expert_ids"], arrays.get("request_len")
-    where = f"trace {path}: expert_ids, [layers, tokens, top-k] or [tokens, layers, top-k],"
-    ids = whole_array(ids, (None, None, None), where, low=-1, high=2**31 - 1)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu" or not ids.size:
+        raise HistoryError(
+            f"trace {path}: expert_ids has shape {ids.shape} and dtype {ids.dtype}, "
+            "expected integers [layers, tokens, top-k] or [tokens, layers, top-k]"
+        )
+    if ids.min() < -1:
+        found = f"trace {path} names experts {ids.min()}..{ids.max()}"
+        raise HistoryError(f"{found}, expected 0, 1, 2, ..., or -1 for padding")
     if lengths is not None:  # none is so large that the sum could overflow
         where = f"trace {path}: request_len"
         lengths = whole_array(np.atleast_1d(lengths), (None,), where, high=2**31 - 1)

@@ -158,7 +158,7 @@ def read_file(path: Path, options: ReadOptions, name: str | None = None) -> tupl
         HistoryError, ConfigError, PlacementError: as ``read``.
     """
     with reading(path, f"a whole file of format {name}" if name else "load or a placement"):
-        kind, value = _kind_and_value(path, options, name)
+        kind, value = kind_of(path, options, name)
         if value is not None and kind in VALUES:
             return kind, VALUES[kind](value, path, options)
         if kind not in READERS:
@@ -197,7 +197,7 @@ def _joined(paths: list[Path], options: ReadOptions, name: str | None) -> tuple[
         parts = ((str(number), _of_dump(files, whole)) for number, files in enumerate(dumps))
         file = join(parts, options)
         return "sglang-dump", replace(file, notes=(*file.notes, *notes))
-    kind = name or kind_of(paths[0], options)
+    kind = name or kind_of(paths[0], options)[0]
     suffixes = {one.suffix.lower() for one in paths}
     is_alike = len(suffixes) == 1 or suffixes <= RAW_SUFFIXES
     of_all = FOLDERS[kind](paths, options) if kind in FOLDERS and is_alike else None
@@ -311,11 +311,17 @@ def _compare_written(file: LoadFile | PlacementFile, options: WriteOptions) -> N
         Layers(file.layers.ids, "model", options.num_hidden)  # checks that all are below
 
 
-def _kind_and_value(path: Path, options: ReadOptions, name: str | None) -> tuple[str, Any]:
-    value = _value_in(path, name)
-    if name is None:
-        name = _format_of(path) if value is None else _format_of_value(value, path, options)
-    return name, value
+def kind_of(path: Path, options: ReadOptions, name: str | None = None) -> tuple[str, Any]:
+    """The format of a file, and the value in it; None: it is read otherwise.
+
+    Raises:
+        HistoryError, ConfigError: it is of none, or of one of several.
+    """
+    with reading(path, "load or a placement"):
+        value = _value_in(path, name)
+        if name is None:
+            name = _format_of(path) if value is None else _format_of_value(value, path, options)
+        return name, value
 
 
 def _value_in(path: Path, name: str | None) -> Any:
@@ -334,16 +340,6 @@ def _value_in(path: Path, name: str | None) -> Any:
     if suffix in ARRAY_SUFFIXES or first[:2] == b"PK":
         return load_torch(path)
     return read_json(path)
-
-
-def kind_of(path: Path, options: ReadOptions) -> str:
-    """The format of a file, by its name and what it holds.
-
-    Raises:
-        HistoryError, ConfigError: it is of none, or of one of several.
-    """
-    with reading(path, "load or a placement"):
-        return _kind_and_value(path, options, None)[0]
 
 
 def _format_of_value(value: Any, path: Path, options: ReadOptions) -> str:

@@ -34,7 +34,6 @@ from telemetry.formats.bounded import (
 )
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import (
-    Layers,
     LoadFile,
     PlacementFile,
     ReadOptions,
@@ -188,7 +187,6 @@ def write_location(file: PlacementFile, options: WriteOptions) -> Written:
     if total is None:
         total = layers.ids[-1] + 1
         notes = (*notes, f"{total} hidden layers are assumed, up to the last MoE layer")
-    Layers(layers.ids, "model", total)  # checks that all are below
     in_order = np.arange(file.placement.num_slots) % file.placement.num_experts
     rows = np.tile(in_order, (total, 1))
     rows[list(layers.ids)] = held

@@ -664,7 +664,7 @@ def test_folder_of_two_kinds_is_refused(tmp_path: Path) -> None:
         ("rank0.safetensors", save({"1_3": np.arange(4)}), "expected the folder of TensorRT-LLM"),
         ("c.pkl", b"\x80\x04.", "a pickle, which may run code, expected an array"),
         ("c.xyz", b"1", "of no known name, expected --format with one of"),
-        ("r.npy", npy(np.full((2, 3, 4, 2), -1, np.int16)), r"\(2, 3, 4, 2\), expected \[windows"),
+        ("r.npy", npy(np.full((2, 3, 4, 2), -1, np.int16)), r"\(2, 3, 4, 2\), expected \[layers"),
     ],
 )
 def test_file_that_is_no_format_says_what_is(
