@@ -149,8 +149,7 @@ def int_array(value: Any, ndim: tuple[int, ...] | int, where: str) -> NDArray[np
     if set(map(type, flat)) != {int}:
         for index, item in enumerate(flat):
             if type(item) is not int and not _is_whole(item):
-                place = np.unravel_index(index, shape)
-                at = "".join(f"[{number}]" for number in place)
+                at = "".join(f"[{number}]" for number in np.unravel_index(index, shape))
                 raise HistoryError(f"{where}{at} is {_named(item)}, expected a whole number")
         flat = list(map(int, flat))
     try:

@@ -261,17 +261,18 @@ def _check_axes(
         return
     has_draft = totals.shape[1] > 2 and _are_alike(totals[:, :-1], 1)
     varies = bool((tokens != tokens[:1]).any())
-    others = {  # axes that have alike totals in place of layers
-        "[layers, windows, experts]": varies and _are_alike(totals, 0),
-        "[layers, ranks, slots]": varies and _are_alike(totals.sum(axis=1)[None], 1),
-        "[windows, experts, layers]": kept.shape[2] > 1 and _are_alike(kept.sum(axis=1), 1),
-    }
-    if not is_stated and not has_draft and any(others.values()):
-        axes = next(axes for axes, is_alike in others.items() if is_alike)
-        raise ConfigError(
-            f"totals are alike over another axis than layers, as if axes were {axes}: expected "
-            "[windows, layers, experts], or --experts with the model's number"
-        )
+    varies &= (options.layer_ids, options.first_moe_layer, options.num_layers) == (None,) * 3
+    others = (  # axes that have alike totals in place of layers, and the option that decides
+        (varies and _are_alike(totals, 0), "layers, windows, experts", "layer-ids"),
+        (varies and _are_alike(totals.sum(axis=1)[None], 1), "layers, ranks, slots", "layer-ids"),
+        (not is_stated and _are_alike(kept.sum(axis=1), 1), "windows, experts, layers", "experts"),
+    )
+    for is_alike, axes, option in others:
+        if is_alike and name in TABLES and not has_draft and kept.shape[2] > 1:
+            raise ConfigError(
+                f"totals are alike over another axis than layers, as if axes were [{axes}]: "
+                f"expected [windows, layers, experts], or --{option} with the model's"
+            )
     whole = totals.sum(axis=0)
     if whole.max() > UNEQUAL * whole.min():
         ids = np.array(layers.ids)[busy]

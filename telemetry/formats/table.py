@@ -222,8 +222,7 @@ def _load_of(
 ) -> LoadFile:
     kind, file = read_file(path, options, name)
     if like is not None and kind != like[1]:
-        first = f"{like[0].name} is {like[1]}"
-        raise HistoryError(f"{path.name} is {kind}, {first}, expected files of one kind")
+        raise HistoryError(f"{path.name} is {kind}, {like[0].name} is {like[1]}, expected one kind")
     if not isinstance(file, LoadFile):
         raise HistoryError(f"{path} is a placement, expected load: give {path.name} alone")
     return file

@@ -150,8 +150,9 @@ class _Reader:
 
 def _rebuild(arguments: Any) -> NDArray[Any]:
     """A tensor over a storage: (storage, offset, shape, strides, requires_grad, hooks)."""
-    is_tensor = isinstance(arguments, tuple) and len(arguments) > 3
-    storage, offset, shape, strides = arguments[:4] if is_tensor else [None] * 4
+    if not isinstance(arguments, tuple) or len(arguments) < 4:
+        raise HistoryError("a tensor without storage, offset, shape and strides")
+    storage, offset, shape, strides = arguments[:4]
     is_storage = isinstance(storage, np.ndarray) and storage.ndim == 1
     if is_storage and len(arguments) == 7:
         kind = arguments[6] if isinstance(arguments[6], Name) else ()

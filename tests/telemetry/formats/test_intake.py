@@ -527,6 +527,20 @@ def test_counts_with_exchanged_axes_are_refused(tmp_path: Path, axes: tuple[int,
 
     with pytest.raises(ConfigError, match=r"as if axes were|may be routing ids"):
         read_load(path, NONE)
+    if axes == (1, 0, 2):  # the number of experts does not tell layers from windows
+        with pytest.raises(ConfigError, match=r"\[layers, windows, experts\].*or --layer-ids"):
+            read_load(path, ReadOptions(num_experts=4))
+        assert read_load(path, ReadOptions(layer_ids=(3, 4, 5))).history.num_layers == 3
+
+
+def test_table_with_a_row_for_each_expert_is_no_load(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).multinomial(5000, np.full(16, 1 / 16), 3)  # [layers, experts]
+    path = place(tmp_path, "c.npy", npy(rows.T))
+
+    with pytest.raises(ConfigError, match=r"\[windows, experts, layers\].*or --experts"):
+        read_load(path, NONE)
+    with pytest.raises(ConfigError, match="has 3 experts, expected 16 as --experts"):
+        read_load(path, ReadOptions(num_experts=16))
 
 
 def test_loads_of_slots_by_rank_are_no_windows_of_layers(tmp_path: Path) -> None:
