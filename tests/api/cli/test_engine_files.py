@@ -382,7 +382,7 @@ def test_each_command_says_that_stated_experts_have_no_token(
     words = (*COMMANDS[command], "--experts", 20)
     if command == "recommend":
         Path("config.json").write_text(json.dumps(TWENTY_EXPERTS))
-        words = ("--model", "config.json", "--ranks", 4)
+        words = ("--model", "config.json", "--ranks", 4, "--kv-token-bytes", 1000)
 
     done = eplb(command, "r.npy", *words, *(["--json"] if is_json else []))
 
