@@ -119,4 +119,4 @@ def test_layers_that_are_not_loaded_again_keep_their_map(tmp_path: Path) -> None
         assert (one["now"][1:] == one["before"][1:]).all()
         assert one["faults"] == []
     assert len({one["generation"] for one in results}) == 1
-    assert NUM_RANKS == len(results)
+    assert len(results) == NUM_RANKS
