@@ -6,6 +6,7 @@ expected. A check that fails hides no other.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -20,7 +21,7 @@ from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.core.model import ModelShape
-from eplb.errors import CheckpointError, ConfigError, EplbError
+from eplb.errors import CheckpointError, ConfigError, EplbError, counted
 from eplb.migration.serialisation import model_from_dict
 from eplb.settings.deployment import numeric_address
 from eplb.versions import CONTROLLER, RANKS, Announcement
@@ -172,6 +173,7 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
             "checkpoint",
             lambda: [Finding("checkpoint", check_checkpoint(weights, deployment.model))],
         ),
+        ("serve on", lambda: check_serve_on(deployment)),
         ("memory", lambda: check_costs(costs_of(deployment))),
         ("store", lambda: check_store(deployment, host, clock)),
     ]
@@ -258,6 +260,41 @@ def check_state_folder(path: Path) -> Finding:
         found = f"{path} cannot be written: {exc.strerror}"
         return Finding("state folder", found, "a folder of this user (deployment.state_dir)")
     return Finding("state folder", f"{path} can be written")
+
+
+def check_serve_on(deployment: Deployment) -> Iterator[Finding]:
+    """Say whether survivors of a death have slots for all experts, and whether the dead come back.
+
+    Nothing where ``agent.serve_on`` is off: all ranks start again after each death.
+    """
+    if not deployment.serves_on:
+        return
+    topology, experts = deployment.topology, deployment.model.num_experts
+    slots = topology.slots_of_rank[topology.slots_of_rank > 0]  # all alike, spares included
+    least = math.ceil(experts / slots[0])  # ranks that hold every expert
+    if len(slots) == least:
+        left = (least - 1) * slots[0]
+        more = math.ceil(experts / (least - 1)) - deployment.spare_slots if least > 1 else 0
+        enough = f"topology.slots_per_rank = {more} or more, or " if more else "two ranks, or "
+        yield Finding(
+            "serve on",
+            f"after the death of any rank {left} slots of a layer are left for {experts} experts, "
+            "so that all ranks start again",
+            f"{enough}agent.serve_on = false",
+        )
+    else:
+        deaths = len(slots) - least
+        yield Finding(
+            "serve on",
+            f"{deaths} of {counted(len(slots), 'rank')} may die: the others have "
+            f"{least * slots[0]} slots of a layer for {experts} experts",
+        )
+    if deployment.settings.model.checkpoint is None:
+        yield Finding(
+            "serve on",
+            "without model.checkpoint a rank that died cannot join again: it comes back once all "
+            "ranks are started",
+        )
 
 
 def check_costs(costs: Costs) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from api.deploy.check import (
     check_all,
     check_memory,
     check_ports,
+    check_serve_on,
     check_store,
     costs_of,
     lines_of,
@@ -88,6 +89,32 @@ def test_host_that_is_ready_has_nothing_refused(
         "versions",
     ]
     assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
+
+
+def test_serve_on_is_refused_where_survivors_have_too_few_slots(tmp_path: Path) -> None:
+    def of(slots: int, **more: Any) -> list[str]:
+        given = {"topology__slots_per_rank": slots, "agent__serve_on": True} | more
+        return list(map(str, check_serve_on(small(tmp_path, **given))))
+
+    refused, alone = of(4)  # two ranks, 8 experts
+
+    assert refused == (
+        "refused  serve on: after the death of any rank 4 slots of a layer are left for 8 experts, "
+        "so that all ranks start again, expected topology.slots_per_rank = 8 or more, or "
+        "agent.serve_on = false"
+    )
+    assert alone.startswith("ok       serve on: without model.checkpoint a rank that died cannot ")
+    assert of(8)[0] == (
+        "ok       serve on: 1 of 2 ranks may die: the others have 8 slots of a layer for 8 experts"
+    )
+    assert of(4, agent__serve_on=False) == []
+
+
+def test_slots_of_spares_count_for_survivors(tmp_path: Path) -> None:
+    given = {"topology__ranks_per_node": 4, "topology__slots_per_rank": 2, "agent__serve_on": True}
+
+    assert not next(check_serve_on(small(tmp_path, **given))).is_ok
+    assert next(check_serve_on(small(tmp_path, topology__spare_slots=1, **given))).is_ok
 
 
 def test_certificate_of_http_is_checked_and_an_expired_one_is_refused(tmp_path: Path) -> None:
