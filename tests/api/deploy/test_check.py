@@ -37,10 +37,13 @@ from api.deploy.model import accept_checkpoint, check_same_checkpoint, check_wei
 from api.deploy.roles import run_host_cache
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, StoreError
+from eplb.versions import SERVICE
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.assembly.places import claim_place
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
+from telemetry.state.holder import new_holder
+from telemetry.state.joining import Heartbeat
 from tests.support.certificates import Authority
 from tests.support.deployments import SMALL, deployment_in, free_ports
 from tests.support.redis_servers import RedisProcess
@@ -154,6 +157,23 @@ def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
 
     assert str(first).startswith(f"refused  ports: {port} of 127.0.0.1 (network.rendezvous_port) ")
     assert any("is also network.rendezvous_port" in one.found for one in check_ports(twice, 0))
+
+
+def test_port_of_this_deployment_s_own_service_or_rank_is_no_fault(tmp_path: Path) -> None:
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as service,
+        closing(socket.create_server(("127.0.0.1", 0))) as rendezvous,
+    ):
+        ports = [one.getsockname()[1] for one in (service, rendezvous)]
+        deployment = small(tmp_path, http__port=ports[0], network__rendezvous_port=ports[1])
+        assert len([one for one in check_ports(deployment, 0) if not one.is_ok]) == 2
+
+        with closing(deployment.opened_store()) as store:
+            store.announce(Heartbeat(deployment.opened_store, SERVICE, new_holder()).mine)
+        own = list(check_ports(deployment, 0))
+
+    assert [one.is_ok for one in own] == [True, True]
+    assert own[0].found.endswith(f"is used by process {os.getpid()} of this deployment")
 
 
 def test_ports_of_the_second_host_are_its_own_alone(tmp_path: Path) -> None:
