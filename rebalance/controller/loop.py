@@ -51,6 +51,7 @@ from rebalance.controller.tasks import Tasks
 from rebalance.types import SWITCHED_OFF
 from telemetry.load.pruning import Keeper
 from telemetry.state.clock import StoreClock
+from telemetry.state.events import FAILED, Failure
 from telemetry.state.joining import ranks_of
 from telemetry.state.live import Control
 from telemetry.state.proposals import Proposal
@@ -190,7 +191,7 @@ class Controller:
         log.warning("%s: %s", where, exc)
         if where not in self._noted_errors:
             self._noted_errors.add(where)
-            self._store.add_event("error", {"where": where, "message": str(exc)})
+            self._store.add_event(FAILED, Failure(where, str(exc)))
 
     # -- plans
 
