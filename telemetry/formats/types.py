@@ -21,7 +21,7 @@ from eplb.core.load import LoadHistory
 from eplb.core.model import ModelShape, spans
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError, HistoryError
-from telemetry.formats.bounded import int_array, whole_array
+from telemetry.formats.bounded import MOST_EXACT, int_array, whole_array
 
 # model: ids are the model's layer numbers, MoE layers alone; hidden: row i is layer i of the model,
 # and some rows may be dense layers; ordinal: row i is the i-th MoE layer.
@@ -285,8 +285,9 @@ def to_logical(
             f"{where}: tokens have shape {physical.shape} and the map {held.shape}, expected the "
             "same [layers, slots]"
         )
-    if physical.size and int(physical.min()) < 0:
-        raise HistoryError(f"{where}: {physical.min()} tokens in a slot, expected 0 or more")
+    if physical.size and not (physical.min() >= 0 and physical.sum(dtype=float) < MOST_EXACT):
+        found = f"{physical.min()}..{physical.max()} tokens in a slot"
+        raise HistoryError(f"{where}: {found}, expected 0 or more, and below 2**53 in all")
     if held.size and not (held.min() >= -1 and held.max() < num_experts):
         raise HistoryError(
             f"{where}: the map names experts {held.min()}..{held.max()}, expected "
@@ -294,11 +295,11 @@ def to_logical(
         )
     if ((held == -1) & (physical != 0)).any():
         raise HistoryError(f"{where}: tokens in a slot without an expert, expected none")
-    num_layers = len(held)
-    check_cells(where, (num_layers, num_experts), held.nbytes + physical.nbytes)
-    tokens = np.zeros((num_layers, num_experts + 1), dtype=np.int64)
-    np.add.at(tokens, (np.arange(num_layers)[:, None], held), physical.astype(np.int64))
-    return tokens[:, :num_experts]
+    check_cells(where, (len(held), num_experts), held.nbytes + physical.nbytes)
+    shape = len(held), num_experts + 1  # the first column takes the empty slots
+    place = (held + 1 + shape[1] * np.arange(len(held))[:, None]).ravel()
+    sums = np.bincount(place, physical.ravel(), math.prod(shape))  # exact: of whole numbers
+    return sums.astype(np.int64).reshape(shape)[:, 1:]
 
 
 def count_ids(ids: NDArray[np.integer], num: int) -> NDArray[np.int64]:

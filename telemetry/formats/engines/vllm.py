@@ -98,8 +98,6 @@ class StepLines:
         if self._map is None or not np.array_equal(table, self._map):
             self._take_map(table, where)
         number = whole_number(record.get("step"), f"{where} step", 0, 2**62)
-        if loads.max() > 2**48:
-            raise HistoryError(f"{where}: {loads.max()} tokens in a slot, expected fewer")
         return Step(number, to_logical(loads, table, self.sizes["num_experts"], where), table)
 
     def _take_meta(self, record: Any, where: str) -> None:
