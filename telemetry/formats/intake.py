@@ -342,7 +342,7 @@ def join(
                 )
         names.append(name)
         notes += part.notes
-        contents.add(hashlib.sha256(history.tokens).digest())
+        contents.add(hashlib.sha256(history.tokens.tobytes()).digest())
         if not (ids := part.layers.ids if by_step else busy_layers(part)):
             continue  # a dump before the engine served
         begin, stage = lengths[ids, rank_in(name)], sums.setdefault(ids, {})
