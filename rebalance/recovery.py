@@ -4,27 +4,18 @@
     each to                    compare and set,                 what the others
     the store                  in the store                     swapped already
 
-The broken group is never used again: after a death every vote on it fails. A new group is formed
-from the record, through a rendezvous outside of all ranks. Survivors serve on in it where that is
-switched on (``rebalance/assembly/survivors.py``); else they end, and a start of all ranks loads the
-committed placement.
+The broken group is never used again: after a death every vote on it fails. Survivors serve on in a
+new one where that is switched on (``rebalance/assembly/survivors.py``); else they end, and a start
+of all ranks loads the committed placement.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from threading import Event, Thread
 from typing import TypeVar
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from eplb.clock import Clock, Deadline
 from eplb.errors import RankError, StaleGeneration, StoreError
@@ -36,14 +27,9 @@ from eplb.migration.recovery import (
     decide,
     is_minority,
     is_settled,
-    run_of,
 )
-from rebalance.assembly.config import RankConfig
 from rebalance.protocol.ballot import NO_PLAN
-from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.rank.group import Group
 from rebalance.rank.rank import REPORT_DEADLINE_S, Rank
-from runtime.group import CPU, form_group, gloo_listeners_closed
 from telemetry.state.store import StateStore
 
 RETRY_S = 0.05  # from one try of a store that fails to the next
@@ -51,8 +37,6 @@ MINORITY_S = 2.0  # for the record of the others, by ranks that take most of the
 # For a report of the other half, by the half without the lowest rank: one that was cut off, and is
 # not dead, reports when this one does.
 HALF_S = 0.3
-CHECK_S = 0.02  # from one look at whether a group that is being formed is void to the next
-MEET_S = 0.002  # from one look for another survivor's address to the next, at first
 
 log = logging.getLogger(__name__)
 
@@ -241,147 +225,3 @@ class _Retries:
                 log.log(level, "rank %d cannot %s, retrying: %s", self._rank, what, exc)
                 self._told.add(what)
                 time.sleep(RETRY_S)  # a failing store sends no notification when it works again
-
-
-# -- the new group
-
-
-def let_go(held: list[object]) -> None:
-    """Delete what refers to gloo groups that nobody uses any more, with their sockets and threads.
-
-    The deletion of a broken group waits for its exchanges, up to their deadline. torch does not
-    hold the interpreter meanwhile, so a thread of its own does it.
-
-    Args:
-        held: the last references.
-    """
-    Thread(target=held.clear, name="eplb-old-groups", daemon=True).start()
-
-
-def rejoin(
-    name: str,
-    before: Group,
-    members: Sequence[int],
-    rendezvous: StoreRendezvous,
-    *,
-    run: str,
-    config: RankConfig,
-) -> Group:
-    """Form the next group, separate from one that serves or is broken; each member calls this.
-
-    gloo waits for a rank that never comes up to its deadline. So the group is formed on a thread of
-    its own, which is left alone once the rendezvous' check fails.
-
-    Args:
-        name: tells the keys of this group from those of others in the rendezvous.
-        before: the group that this rank is in.
-        members: of the next one, in order.
-        rendezvous: its membership, and the deadline for all to have joined.
-        run: in which the members started.
-        config: how ranks reach each other.
-
-    Raises:
-        RankError: a member died or timed out meanwhile.
-    """
-    rank, device, deadline_s = before.rank, before.device, rendezvous.deadline_s
-    place, size = members.index(rank), len(members)
-    alive = np.isin(np.arange(before.topology.num_ranks), members)
-    is_void, made = Event(), Future[Group]()
-
-    def form_one(what: str, device: torch.device = CPU) -> dist.ProcessGroup:
-        store = PrefixStore(f"{name}-{what}", rendezvous)
-        return form_group(store, place, size, deadline_s=deadline_s, device=device)
-
-    def form() -> Group:
-        # NCCL goes on to listen; its group is formed before listeners are closed.
-        tokens = form_one("tokens", device) if device.type != "cpu" else None
-        with gloo_listeners_closed():
-            tokens = tokens or form_one("tokens")
-            control = form_one("control")
-            if is_void.is_set():  # else listeners were closed that later groups have opened since
-                raise RankError(f"the groups {name!r} were given up")
-        votes = GlooVotes(
-            control,
-            host=config.host_of(rank),
-            deadline_s=deadline_s,
-            silence_s=config.silence_s,
-            members=members,
-        )
-        return Group(
-            rank,
-            run_of(run, rendezvous.membership),
-            replace(before.topology, alive=alive),
-            votes,
-            tokens,
-            control,
-            rendezvous.membership,
-            device,
-        )
-
-    def form_on_thread() -> None:
-        try:
-            made.set_result(form())
-        except Exception as exc:
-            made.set_exception(exc)
-
-    Thread(target=form_on_thread, name="eplb-new-groups", daemon=True).start()
-    while not made.done():
-        try:
-            rendezvous.look()
-        except BaseException:
-            is_void.set()
-            made.add_done_callback(_close_late)
-            raise
-        wait([made], CHECK_S)
-    try:
-        return made.result()
-    except RuntimeError as exc:
-        raise RankError(f"rank {rank} cannot join ranks {list(members)}: {exc}") from exc
-
-
-def _close_late(made: Future[Group]) -> None:
-    """Have the others notice that groups were given up, which were formed too late."""
-    if made.exception() is None:
-        made.result().votes.close(is_failure=True)
-
-
-class StoreRendezvous(Store):
-    """torch's rendezvous in the state store: it outlives every rank, and has its authentication.
-
-    Args:
-        store: of the deployment.
-        membership: of the group that meets; another one has other keys.
-        check: called while a key is waited for; what it raises ends the wait.
-        deadline_s: for each key.
-    """
-
-    def __init__(
-        self, store: StateStore, membership: int, check: Callable[[], None], deadline_s: float
-    ) -> None:
-        super().__init__()
-        self._store, self.membership, self.look = store, membership, check
-        self.deadline_s = deadline_s
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # so it is called
-        """Set a key, for the others to read."""
-        self._store.put_meeting(self.membership, key, bytes(value))
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key, once it is there."""
-        deadline, pause_s = Deadline.after(self.deadline_s, time.monotonic), MEET_S
-        while (found := self._store.meeting(self.membership, key)) is None:
-            self.look()
-            if deadline.has_passed:
-                raise RankError(f"the ranks did not meet in time: {key} is missing")
-            Event().wait(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S)
-        return found
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
-        for key in keys:
-            self.get(key)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys are there."""
-        return all(self._store.meeting(self.membership, key) is not None for key in keys)

@@ -33,7 +33,7 @@ from rebalance.assembly.rank import make_slots, most_replicas
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.rank.group import Group
 from rebalance.rank.rank import Rank
-from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.digest_table import agree_on_digests, table_of
 from rebalance.stage.share import RankSlots
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.types import Record
@@ -165,7 +165,7 @@ def build(
     assert isinstance(control, dist.ProcessGroup), "every rank is a member"
     votes = GlooVotes(control)
     sizes = (shapes.model.num_layers, shapes.model.num_experts)
-    digests = agree_on_digests(known, *sizes, votes, deadline_s=DEADLINE_S)
+    digests = agree_on_digests(table_of(known, *sizes), votes, deadline_s=DEADLINE_S)
     handles = gathered(bank.handle, control)
     is_mapped = from_cuda and num_ranks > 1
     arena_of = arena.peer if is_mapped else handles.__getitem__

@@ -3,8 +3,8 @@
     python -m benchmarks.schedules --membership --first 0 --count 10000
 
 Four ranks. What a survivor does after ``BrokenGroup`` is the real
-``rebalance.assembly.survivors.serve_on`` with all that it calls: recovery, agreement, what
-survivors serve, refills with their proof, the commit, the next agent. Each runs as a coroutine
+``rebalance.assembly.survivors.serve_on`` with all that it calls: recovery, and the steps of
+``rebalance.assembly.change``. Each runs as a coroutine
 (greenlet) that gives way wherever it would wait, so that the seed decides who gets on, and a
 further rank may die or a store fail at each of these points. Simulated are the groups (addresses
 are exchanged through the real rendezvous in the store), their collectives and votes, the bytes and
@@ -41,6 +41,7 @@ from benchmarks.schedules.simulated import (
     Faults,
     Host,
     Member,
+    Pending,
     Row,
     Step,
     Store,
@@ -58,19 +59,21 @@ from eplb.migration.recovery import Recovery, run_of
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import survive
 from rebalance import recovery
-from rebalance.assembly import survivors
+from rebalance.assembly import experts, survivors
+from rebalance.assembly.change import Stages
+from rebalance.assembly.group import StoreRendezvous
 from rebalance.assembly.rank import record_start
 from rebalance.rank import group as rank_group
 from rebalance.rank.group import Group as RankGroup
 from rebalance.rank.rank import Rank as ServingRank
-from rebalance.recovery import Deadlines, StoreRendezvous, recover
-from rebalance.types import Record
-from rebalance.weights.sources import Place
-from runtime.streams import Completion
+from rebalance.recovery import Deadlines, recover
+from rebalance.types import Digest, Outcome, Record
+from rebalance.weights.sources import HOST
+from runtime.memory import digest
 
 NUM_RANKS, RUN = 4, "run"
 LEAST_STEPS = 3  # that the last group makes before a schedule is settled
-DONE, NOBODY = Completion(is_cuda=False), frozenset[int]()
+NOBODY = frozenset[int]()
 EACH = 0.15  # of programs have this fault
 REMAINING = (Life.SERVING, Life.RECOVERING, Life.JOINING)
 
@@ -116,6 +119,10 @@ class Group(Votes):
         """Whether a member or a link is lost."""
         return bool(self.dead or self.cut)
 
+    def has_waited(self) -> bool:
+        """Say whether a rank that waits looks at what it waits for."""
+        return self._rng.random() < 0.1
+
     def lost_to(self, rank: int) -> frozenset[int]:
         """Members that a rank can know to be lost."""
         if not self.is_broken:
@@ -157,15 +164,6 @@ class GroupOf:
     group: Group
     rank: int
 
-    def allreduce(self, tables: Sequence[torch.Tensor], _: object) -> Callable[..., None]:
-        """As that of a group, with MIN; gives what waits for it."""
-
-        def wait(check: Callable[[], None]) -> None:
-            every = self.group.gathered(tables[0].clone(), self.rank, check)
-            tables[0].copy_(torch.stack(every).amin(dim=0))
-
-        return wait
-
 
 class Voting(Member):
     """A member's votes, which tell of its failure."""
@@ -183,10 +181,28 @@ class Voting(Member):
     def begin_beats(self) -> None:
         """Nobody is silent here."""
 
+    def cast(self, ballot: Sequence[int]) -> Pending:
+        """Start a vote; a coroutine waits for its end."""
+        pending = super().cast(ballot)
+        return AwaitedVote(self, self.number) if greenlet.getcurrent().parent else pending
+
     def close(self, *, is_failure: bool = False) -> None:
         """Leave; after a failure the others see a closed connection."""
         if is_failure:
             self.votes.dead.add(self.rank)
+
+
+class AwaitedVote(Pending):
+    """A vote in a group that is being formed."""
+
+    def poll(self, timeout_s: float) -> tuple[Outcome, list[int]]:
+        """Let others get on until it has ended, or for a while."""
+        voting = self._member
+        if voting.result is None:
+            wait_until(lambda: voting.can_arrive or voting.votes.has_waited())
+            if not voting.can_arrive:
+                return Outcome.LATE, []
+        return super().poll(timeout_s)
 
 
 class RefillingHost(Host):
@@ -196,16 +212,21 @@ class RefillingHost(Host):
     faults: Faults
     rng: Random
 
-    def pull(self, record: Record, place: Place, offset: int, into: torch.Tensor) -> Completion:
+    def load(self, records: Sequence[Record], *, deadline_s: float) -> tuple[list[Digest], int]:
+        """Have records in memory; give their digests."""
+        num_bytes = self.lease(records, deadline_s=deadline_s)
+        words = record_words(self.version)
+        return [digest(torch.from_numpy(words[record])) for record in records], num_bytes
+
+    def read(self, record: Record, into: torch.Tensor) -> None:
         """Copy a whole record at once."""
         if record not in self.leased:
             raise Violation(f"{record} is refilled, which the host was not asked for")
         row, _ = self.bank.row_of(into)
         words = record_words(self.version)[record]
-        is_wrong = (record, place) in self.faults.wrong_places
+        is_wrong = (record, HOST) in self.faults.wrong_places
         is_wrong |= self.rng.random() < self.faults.wrong_bytes
         self.bank.words[row] = ~words if is_wrong else words
-        return DONE
 
 
 class Sources(Transport):
@@ -436,7 +457,7 @@ class MembershipSchedule(Schedule):
                 (rank_group, "set_deadline", lambda group, deadline_s: None),
                 (survivors, "recover", self._recover),
                 (recovery, "time", SimulatedTime),
-                (survivors, "time", PassingTime(lambda: self.now)),
+                (experts, "time", PassingTime(lambda: self.now)),
             ):
                 stack.enter_context(replaced(where, name, by))
             super().run()
@@ -581,7 +602,7 @@ class MembershipSchedule(Schedule):
 
     def _survive(self, rank: Rank) -> None:
         try:
-            survivors.serve_on(rank.agent, survivors.Stages(lambda: self.now))
+            survivors.serve_on(rank.agent, Stages(lambda: self.now))
         except EplbError as exc:
             rank.life, rank.why = Life.REFUSED, str(exc)
             rank.agent.leave()

@@ -12,7 +12,8 @@ from typing import Any
 
 from eplb.migration.survivors import Survival
 from rebalance import recovery
-from rebalance.assembly import next_group, survivors
+from rebalance.assembly import change, next_group
+from rebalance.assembly.change import Change
 from rebalance.assembly.next_group import NextGroup
 from rebalance.protocol import phases
 from rebalance.protocol.ballot import NO_PLAN, Ballot, Verdict
@@ -125,19 +126,20 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 
 # -- of survivors that serve on
 
-survive, agree_on_start = survivors.survive, survivors.agree_on_start
+survive, agree = change.survive, Change.agree
 
 
-def keeps_dead_slots(placement: Any, topology: Any, dead: Any) -> Survival:
+def keeps_dead_slots(placement: Any, topology: Any, dead: Any, **given: Any) -> Survival:
     """Routes on to the slots of dead ranks."""
-    found = survive(placement, topology, dead)
+    found = survive(placement, topology, dead, **given)
     return replace(found, target=placement.with_generation(found.target.generation))
 
 
-def counts_its_own_steps(rank: Any, group: Any, target: str, refusal: str) -> int:
+def counts_its_own_steps(changing: Change) -> None:
     """Numbers its next pass without the others."""
-    agree_on_start(rank, group, target, refusal)
-    return int(rank.passes.steps)
+    agree(changing)
+    assert changing.rank.passes is not None, "it serves on"
+    changing.step = changing.rank.passes.steps
 
 
 def serves_unnamed(*given: Any) -> None:
@@ -145,10 +147,10 @@ def serves_unnamed(*given: Any) -> None:
 
 
 MUTANTS_OF_SURVIVORS: dict[str, Callable[[], Any]] = {
-    "not refilled": lambda: replaced(survivors, "refill", lambda *given: None),
-    "dead slots kept": lambda: replaced(survivors, "survive", keeps_dead_slots),
-    "steps not agreed": lambda: replaced(survivors, "agree_on_start", counts_its_own_steps),
-    "not committed": lambda: replaced(survivors, "commit_group", serves_unnamed),
+    "not refilled": lambda: replaced(change, "fill_bank", lambda *given, **named: {}),
+    "dead slots kept": lambda: replaced(change, "survive", keeps_dead_slots),
+    "steps not agreed": lambda: replaced(Change, "agree", counts_its_own_steps),
+    "not committed": lambda: replaced(change, "commit_group", serves_unnamed),
     "a minority decides": lambda: replaced(recovery, "is_minority", lambda members, lost: False),
 }
 
@@ -169,7 +171,7 @@ def leaves_with_experts() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(replaced(next_group, "next_members", hurried))
-        stack.enter_context(replaced(next_group, "survive", unfilled))
+        stack.enter_context(replaced(change, "survive", unfilled))
         yield
 
 

@@ -4,10 +4,10 @@
 
 As ``membership``, and an orchestrator retires ranks, scales and cancels. The controller drains
 ranks that leave, and a launcher starts a process for each rank that should serve and has none.
-Real are ``NextGroup``, the forming of groups, ``change_group``, ``be_admitted``, ``RankProcess``'s
-choice between them and serving on, the operations and proposals of the store, and the choice of
-ranks. The thread that forms a group is a coroutine too, so that a death, a cancelled operation, a
-second process of a rank or a newer proposal may come at each of its waits.
+Real are ``NextGroup``, ``be_admitted``, the steps of ``rebalance.assembly.change``, the choice of
+``RankProcess`` between them and serving on, the operations and proposals of the store, and the
+choice of ranks. The thread that forms a group is a coroutine too, so that a death, a cancelled
+operation, a second process of a rank or a newer proposal may come at each of its waits.
 
 Beside the claims of ``membership``: once all is quiet, the ranks that should serve do, and no
 others; no operation stays open; the recorded group is the one that serves; and without a fault
@@ -52,15 +52,15 @@ from eplb.errors import EplbError, GroupChanges, MigrationError, PlacementError,
 from eplb.migration.membership import leavers, phase_of, shortage, wanted_for
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import survive
-from rebalance.assembly import next_group
-from rebalance.assembly.meeting import Attendance
+from rebalance.assembly import change, next_group
+from rebalance.assembly.change import Stages
+from rebalance.assembly.facts import Attendance
+from rebalance.assembly.group import StoreRendezvous
 from rebalance.assembly.next_group import FORM_DEADLINE_S
 from rebalance.assembly.process import RankProcess
-from rebalance.assembly.survivors import Stages
 from rebalance.rank.group import RUN_OF_WAITING
 from rebalance.rank.group import Group as RankGroup
 from rebalance.rank.rank import Rank as ServingRank
-from rebalance.recovery import StoreRendezvous
 from telemetry.state.membership import MEMBERS, MembershipRefused
 
 OPERATIONS = (Doing.RETIRE, Doing.SCALE)
@@ -341,22 +341,24 @@ class PlannedSchedule(MembershipSchedule):
     def run(self) -> None:
         """As ever, with what ``next_group`` waits for."""
         with ExitStack() as stack:
-            for name, by in (
-                ("rejoin", self._meet),
-                ("gathered", self._gathered),
-                ("await_exchange", lambda wait, check: wait(check)),
-                ("map_peers", lambda rank, topology, *_: topology),
-                ("MappedSlots", lambda rank, bank, topology: (rank, topology)),
-                ("WeightSources", self._next_sources),
-                ("prove_weights", self._prove),
-                ("serving_ranks", lambda *_: [one for one in self.ranks if one.life in SERVED]),
-                ("Thread", partial(Forming, self)),
-                ("time", SimpleNamespace(monotonic=lambda: self.now)),
+            for where, name, by in (
+                (next_group, "rejoin", self._meet),
+                (change, "gathered", self._gathered),
+                (change, "map_peers", lambda rank, topology, *_: topology),
+                (change, "MappedSlots", lambda rank, bank, topology: (rank, topology)),
+                (change, "WeightSources", self._next_sources),
+                (change, "prove_weights", self._prove),
+                (next_group, "serving_ranks", lambda *_: self._serving()),
+                (next_group, "Thread", partial(Forming, self)),
+                (next_group, "time", SimpleNamespace(monotonic=lambda: self.now)),
             ):
-                stack.enter_context(replaced(next_group, name, by))
+                stack.enter_context(replaced(where, name, by))
             super().run()
 
     # -- who is there
+
+    def _serving(self) -> list[Rank]:
+        return [one for one in self.ranks if one.life in SERVED]
 
     @property
     def is_served(self) -> bool:

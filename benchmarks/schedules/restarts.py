@@ -47,8 +47,8 @@ from eplb.errors import BrokenGroup, EplbError, MigrationError, RankError, Store
 from eplb.migration.recovery import SurvivorReport, decide
 from eplb.versions import HOST_CACHE, RANKS, Announcement
 from rebalance.assembly import places
+from rebalance.assembly.change import committed_placement
 from rebalance.assembly.rank import new_run_name, record_start
-from rebalance.assembly.survivors import committed_placement
 from rebalance.controller.loop import Controller
 from rebalance.rank.watcher import StoreLoss
 from telemetry.state.joining import Heartbeat, check_versions

@@ -27,6 +27,7 @@ from eplb.errors import ConfigError, EplbError, RankError
 from eplb.versions import RANKS, Announcement
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.description import RANK_FILE_VARIABLE, DeploymentDescription
+from rebalance.assembly.facts import exchange_facts
 from rebalance.assembly.group import (
     interface_of,
     join_ranks,
@@ -34,7 +35,7 @@ from rebalance.assembly.group import (
     own_ports,
     wait_alone,
 )
-from rebalance.assembly.meeting import agree, meet
+from rebalance.assembly.meeting import meet
 from rebalance.assembly.places import (
     JOINS_VARIABLE,
     MEMBERS_VARIABLE,
@@ -197,7 +198,7 @@ def _join(
         group = join_votes(config, topology, device=device)
         control = group.control
         assert control is not None, "it was formed with one"
-        agree(mine, lambda _, message: gathered(message, control))
+        exchange_facts(mine, lambda _, message: gathered(message, control))
         return group
     tell = partial(report_wait, rank, environ=environ)
     if device.type == "cuda":  # NCCL connects to the rendezvous again later

@@ -1,4 +1,4 @@
-"""A rank's experts at the start: memory, first records, digests that all agree on, sources.
+"""A rank's experts: its memory, what fills it, and where further records come from.
 
 The order matters: every bank is filled, and its bytes agreed on, before any rank may read a peer's.
 """
@@ -7,63 +7,70 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from threading import Event
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eplb.clock import Deadline
 from eplb.core.model import ModelShape
 from eplb.core.placement import EMPTY, Placement
 from eplb.errors import ConfigError, MigrationError, RankError
 from rebalance.assembly.config import RankConfig
 from rebalance.rank.group import Group
-from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.digest_table import table_of
 from rebalance.types import Digest, Record
 from rebalance.weights.cache.address import HostCacheAddress
-from rebalance.weights.cache.client import HostCacheClient
+from rebalance.weights.cache.client import HostCacheClient, HostCacheEnded
 from rebalance.weights.cache.engine_records import EngineRecordsClient
 from rebalance.weights.expert_records import Tensors, offer, origin_of, together
-from rebalance.weights.sources import WeightSources, map_peers, ranks_beside
+from rebalance.weights.sources import HOST, WeightSources, map_peers, ranks_beside
 from rebalance.weights.start_check import KnownRecords, checked_sources
 from runtime.experts import ExpertBank, ExpertSchema, PeerBank, PlainArena, bank_bytes
 from runtime.group import gathered
+from runtime.memory import digest
 
-FILL_RECORDS = 64  # leased at a time by the first fill
+FILL_RECORDS = 64  # leased at a time
+CACHE_DEADLINE_S = 20.0  # for a host cache that is started again meanwhile
+CACHE_RETRY_S = 0.1
 DEATH_S = 1.0  # after a failure of torch, to learn which rank died
 
 log = logging.getLogger(__name__)
 
 
-def take_experts(
+def first_experts(
     config: RankConfig,
     group: Group,
     host_cache: HostCacheAddress,
     model: ModelShape,
-    experts: ExpertSchema | ExpertBank,
+    bank: ExpertBank,
     placement: Placement,
-) -> tuple[ExpertBank, torch.Tensor, WeightSources]:
-    """Have this rank's slots hold what the placement says, and agree on it; collective.
+    *,
+    is_filled: bool,
+) -> tuple[torch.Tensor, HostCacheClient | None]:
+    """Have this rank's slots hold what the placement says.
 
-    A rank that joins is alone in its group. It learns the digests from the others when it is
-    admitted (``rebalance/assembly/next_group.py``).
+    Args:
+        config: of the rank.
+        group: in which it starts.
+        host_cache: of its host.
+        model: the MoE layers and their experts.
+        bank: its slots.
+        placement: that serves at first.
+        is_filled: whether an engine has filled them.
 
     Returns:
-        The rank's slots, digests [L, E, 2] of every expert, and the sources of further records.
+        The digests [L, E, 2] that this rank knows now, and the cache of its host; None: that takes
+        offers, see ``offer_own_experts``.
 
     Raises:
-        ConfigError: bank, placement and topology do not fit together.
-        MigrationError: a record cannot be read, or ranks hold different bytes of one expert.
-        RankError: a rank died or missed the deadline, or the device has no memory.
+        ConfigError: the rank has no experts of its own, and the cache of its host neither.
+        MigrationError: a record cannot be read.
     """
-    network, rank, control = config.network, group.rank, group.control
-    assert control is not None, "ranks agree on their experts"
-    with torch_failures(group, "its memory for experts"):
-        bank, unmapped = _memory(config, group, model, experts)
-    size, is_filled = bank.schema.record_bytes, isinstance(experts, ExpertBank)
-    hosts = group.topology.host_of_rank
+    network, rank, hosts = config.network, group.rank, group.topology.host_of_rank
     if host_cache.takes_offers and (group.is_waiting or not is_filled):
         raise ConfigError(
             f"rank {rank}: the host cache keeps what ranks offer when all start, expected "
@@ -74,61 +81,81 @@ def take_experts(
         cache = HostCacheClient(
             host_cache,
             model.num_experts,
-            size,
+            bank.schema.record_bytes,
             deadline_s=network.join_deadline_s,
             start_deadline_s=network.join_deadline_s,  # host caches and ranks start in any order
             device=group.device,
             ranks_on_host=int((hosts == hosts[rank]).sum()),
         )
     held = placement.slot_to_expert[:, group.topology.slots_on(rank)]
-    with torch_failures(group, "its first experts"):
-        if is_filled:
-            own = _compute_digests(bank, held)
-        else:
-            assert cache is not None, "a rank without own experts was refused above"
-            own = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
-        shape, deadline_s = (model.num_layers, model.num_experts), network.fill_deadline_s
-        if group.is_waiting:
-            digests = torch.zeros(*shape, 2, dtype=torch.int64)
-        else:
-            digests = agree_on_digests(own, *shape, group.votes, deadline_s=deadline_s)
-        if cache is None:
-            cache = _offer_own_experts(
-                group, host_cache, bank, placement, digests, network.join_deadline_s
-            )
-        told = gathered(bank.handle, control)
-        handles = dict(zip(group.members, map(str, told), strict=True))
-        sources, why = checked_sources(
-            rank,
-            bank,
-            cache,
-            open_peers=lambda: _open_peers(group, bank, unmapped, handles),
-            known=KnownRecords(placement, group.topology, digests),
-            group=control,
-        )
-    log.info("rank %d: sources: %s", rank, why)
-    return bank, digests, sources
+    if is_filled:
+        known = _compute_digests(bank, held)
+    else:
+        assert cache is not None, "a rank without own experts was refused above"
+        known = fill_bank(bank, held.tolist(), cache, deadline_s=network.fill_deadline_s)
+    return table_of(known, model.num_layers, model.num_experts), cache
 
 
-def _offer_own_experts(
+def first_sources(
+    group: Group,
+    bank: ExpertBank,
+    cache: HostCacheClient,
+    unmapped: str,
+    known: KnownRecords,
+) -> WeightSources:
+    """Make the sources of further records that pass on every rank; collective.
+
+    Args:
+        group: in which the rank starts.
+        bank: its slots.
+        cache: of its host.
+        unmapped: why peers cannot map the slots; "": they can.
+        known: what the slots of all ranks hold now.
+
+    Raises:
+        MigrationError: some rank reads wrong bytes from its own slots or the cache of its host.
+    """
+    assert group.control is not None, "ranks agree on their sources"
+    told = gathered(bank.handle, group.control)
+    handles = dict(zip(group.members, map(str, told), strict=True))
+    sources, why = checked_sources(
+        group.rank,
+        bank,
+        cache,
+        open_peers=lambda: _open_peers(group, bank, unmapped, handles),
+        known=known,
+        group=group.control,
+    )
+    log.info("rank %d: sources: %s", group.rank, why)
+    return sources
+
+
+def offer_own_experts(
+    config: RankConfig,
     group: Group,
     host_cache: HostCacheAddress,
     bank: ExpertBank,
-    placement: Placement,
-    digests: torch.Tensor,
-    deadline_s: float,
+    known: KnownRecords,
 ) -> HostCacheClient:
     """Offer the experts that this rank is the first of its host to hold; collective.
+
+    Args:
+        config: of the rank.
+        group: in which it starts.
+        host_cache: of its host.
+        bank: its slots, which an engine has filled.
+        known: what the slots of all ranks hold now.
 
     Raises:
         MigrationError: a rank could not offer its own, for example without a host cache.
     """
     rank, topology, size = group.rank, group.topology, bank.schema.record_bytes
     assert group.control is not None, "ranks offer together"
+    digests, deadline_s = known.digests, config.network.join_deadline_s
     beside = {rank, *ranks_beside(rank, topology)}
     own, first = dict[Record, int](), topology.slots_on(rank).start
     by_slot = torch.zeros((bank.num_layers, bank.num_slots, 2), dtype=torch.int64)
-    for layer, row in enumerate(placement.slot_to_expert.tolist()):
+    for layer, row in enumerate(known.placement.slot_to_expert.tolist()):
         seen = {EMPTY}
         for slot, expert in enumerate(row):
             holder = int(topology.rank_of_slot[slot])
@@ -161,11 +188,23 @@ def fill_bank(
     host_cache: HostCacheClient,
     *,
     deadline_s: float,
+    digests: torch.Tensor | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> dict[Record, Digest]:
-    """Load the first experts of a rank: slots ``held`` [L][C], negative for an empty one.
+    """Load experts into live slots, which nothing reads now, and prove their bytes there.
+
+    A host cache that has ended is waited for, each time for CACHE_DEADLINE_S.
+
+    Args:
+        bank: of this rank.
+        held: [L][C] what each slot is to hold; negative: it stays as it is.
+        host_cache: has the records.
+        deadline_s: for all of them.
+        digests: [L, E, 2] that all ranks have agreed on; None: those of the host cache are right.
+        check: called before a request is repeated; what it raises ends the wait.
 
     Returns:
-        The digest of every expert that this rank now holds, taken from the slots themselves.
+        The digest of every expert that was loaded, taken from the slots themselves.
 
     Raises:
         MigrationError: a record cannot be read, or a slot does not hold what was read.
@@ -174,22 +213,54 @@ def fill_bank(
     for layer, slots in enumerate(held):
         for slot, expert in enumerate(slots):
             if expert >= 0:
-                places.setdefault((layer, expert), []).append(slot)
+                places.setdefault((layer, int(expert)), []).append(slot)
     deadline = time.monotonic() + deadline_s
     # Not all at once: a small host cache has no room for them, and reading goes on while one is
     # copied.
-    size = max(1, min(FILL_RECORDS, host_cache.num_entries // 4))
-    records, digests = list(places), dict[Record, Digest]()
+    size = max(1, min(FILL_RECORDS, host_cache.room // 2))
+    records, filled = list(places), dict[Record, Digest]()
     for first in range(0, len(records), size):
         batch, following = records[first : first + size], records[first + size : first + 2 * size]
-        found, _ = host_cache.load(batch, deadline_s=max(0.0, deadline - time.monotonic()))
+        kept = _load(host_cache, batch, deadline, check)
         host_cache.hint(following)
-        for record, expected in zip(batch, found, strict=True):
+        for record, expected in zip(batch, kept, strict=True):
+            if digests is not None:
+                expected = (int(digests[record][0]), int(digests[record][1]))
             for slot in places[record]:
-                expected = _fill_slot(bank, record, slot, expected, host_cache, deadline)
-            digests[record] = expected
-        host_cache.release(batch)
-    return digests
+                expected = _fill_slot(
+                    bank,
+                    record,
+                    slot,
+                    expected,
+                    host_cache,
+                    deadline,
+                    is_agreed=digests is not None,
+                )
+            filled[record] = expected
+        with suppress(MigrationError):  # one that has ended has no leases either
+            host_cache.release(batch)
+    return filled
+
+
+def _load(
+    host_cache: HostCacheClient,
+    records: Sequence[Record],
+    deadline: float,
+    check: Callable[[], object],
+) -> list[Digest]:
+    """Lease records, also of a host cache that is started again meanwhile."""
+    patience: Deadline | None = None
+    while True:
+        try:
+            left_s = max(0.0, deadline - time.monotonic())
+            return host_cache.load(records, deadline_s=left_s)[0]
+        except HostCacheEnded as exc:
+            patience = patience or Deadline.after(CACHE_DEADLINE_S, time.monotonic)
+            if patience.has_passed:
+                raise MigrationError(f"{exc}, for {CACHE_DEADLINE_S:g} s") from exc
+            log.info("the experts wait for their host cache: %s", exc)
+        check()
+        time.sleep(CACHE_RETRY_S)  # a cache sends no notification when it is there again
 
 
 def _fill_slot(
@@ -199,6 +270,8 @@ def _fill_slot(
     expected: Digest,
     host_cache: HostCacheClient,
     deadline: float,
+    *,
+    is_agreed: bool,
 ) -> Digest:
     """Copy a leased record into a slot and prove it there; return its digest."""
     layer, expert = record
@@ -206,7 +279,8 @@ def _fill_slot(
     if bank.digest(layer, slot) != expected:
         # The host's memory may have been damaged since: its disk is a second try.
         left_s = max(0.0, deadline - time.monotonic())
-        expected = host_cache.reload(record, deadline_s=left_s)
+        reloaded = host_cache.reload(record, deadline_s=left_s)
+        expected = expected if is_agreed else reloaded
         host_cache.read(record, bank.live(layer, slot))
     if bank.digest(layer, slot) != expected:
         raise MigrationError(
@@ -232,7 +306,7 @@ def torch_failures(group: Group, what: str) -> Iterator[None]:
         ) from exc
 
 
-def _memory(
+def reserve_memory(
     config: RankConfig, group: Group, model: ModelShape, experts: ExpertSchema | ExpertBank
 ) -> tuple[ExpertBank, str]:
     """The engine's bank, or memory that every rank of the host maps, or the rank's own alone.
@@ -297,3 +371,28 @@ def _open_peers(
             f"expected a SymmetricArena, found {type(bank.arena).__name__}"
         )
     return map_peers(group.rank, group.topology, bank, bank.arena.peer)
+
+
+def prove_weights(
+    host: HostCacheClient, digests: torch.Tensor, record_bytes: int, deadline_s: float
+) -> None:
+    """Compare the first and the last record of this rank's host with what serves.
+
+    Raises:
+        MigrationError: the host has other bytes.
+    """
+    num_layers, num_experts, _ = digests.shape
+    records: list[Record] = sorted({(0, 0), (num_layers - 1, num_experts - 1)})
+    into = torch.empty(record_bytes, dtype=torch.uint8)
+    host.lease(records, deadline_s=deadline_s)
+    try:
+        for layer, expert in records:
+            host.pull((layer, expert), HOST, 0, into).wait()
+            found, expected = digest(into), tuple(digests[layer, expert].tolist())
+            if found != expected:
+                raise MigrationError(
+                    f"layer {layer} expert {expert} has digest {found} on the host of this rank, "
+                    f"expected {expected} as in the ranks that serve: it has other weights"
+                )
+    finally:
+        host.release(records)

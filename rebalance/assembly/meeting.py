@@ -13,16 +13,12 @@ process has sent, so all of them start again and meet anew.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
-import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -32,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from eplb.core.bounded_json import decode_json
 from eplb.errors import RankError
+from rebalance.assembly.facts import HELLO, Attendance, exchange_facts
 
 RETRY_S = 0.1
 # One attempt to reach the lowest rank. Over a link that is cut, TCP repeats a longer one at doubled
@@ -41,20 +38,7 @@ SILENCE_S = 10  # a host that acknowledges nothing for so long is gone, and the 
 PROBE_S = 2  # between two probes of a connection that is idle
 TELL_S = 5.0  # between two reports of what a rank waits for
 LEAVE_DEADLINE_S = 5.0  # for other ranks to read why the meeting is refused
-HELLO, PROOF, REFUSAL, LEFT = "hello", "proof", "refusal", "left"
-
-Exchange = Callable[[str, Any], list[Any]]  # what it is, and this rank's message
-
-
-@dataclass(frozen=True)
-class Attendance:
-    """One rank as it comes to the meeting."""
-
-    rank: int
-    members: Sequence[int]  # ranks that meet, by number; the first one listens
-    host: str  # address of its host, for messages
-    key: bytes  # proves the deployment's secret
-    summary: Mapping[str, str]  # of its configuration
+REFUSAL, LEFT = "refusal", "left"
 
 
 def meet(
@@ -102,7 +86,7 @@ def _hold_meeting(
         return _all(mine, store, what, deadline, tell)
 
     try:
-        agree(mine, exchange)
+        exchange_facts(mine, exchange)
     except RankError as exc:
         _leave(mine, store, str(exc))
         raise
@@ -123,40 +107,6 @@ def _leave(mine: Attendance, store: Store, refusal: str) -> None:
     left = [f"{LEFT}/{rank}" for rank in present]
     while left and not store.check(left) and time.monotonic() < deadline:
         waited.wait(RETRY_S)
-
-
-def agree(mine: Attendance, exchange: Exchange) -> None:
-    """Have ranks compare their configurations, and prove that they have one secret; collective.
-
-    Args:
-        mine: this rank.
-        exchange: gives every member's message, in their order, for this rank's own.
-
-    Raises:
-        RankError: a rank has another configuration or secret.
-    """
-    hello = {"host": mine.host, "pid": os.getpid(), "nonce": secrets.token_hex(16)}
-    hellos = exchange(HELLO, hello | {"summary": dict(mine.summary)})
-    _check_summaries(mine, hellos)
-    agreed = hashlib.sha256(json.dumps(hellos, sort_keys=True).encode()).hexdigest()
-    proofs = exchange(PROOF, _proof(mine.key, mine.rank, agreed))
-    wrong = [
-        place
-        for place, (rank, found) in enumerate(zip(mine.members, proofs, strict=True))
-        if not hmac.compare_digest(str(found), _proof(mine.key, rank, agreed))
-    ]
-    if wrong:
-        named = ", ".join(
-            f"rank {mine.members[place]} on {hellos[place]['host']}" for place in wrong
-        )
-        raise RankError(
-            f"rank {mine.rank} on {mine.host}: authentication failed: the secret of {named} "
-            "differs, expected the deployment's on all hosts"
-        )
-
-
-def _proof(key: bytes, rank: int, agreed: str) -> str:
-    return hmac.new(key, f"rank {rank} {agreed}".encode(), "sha256").hexdigest()
 
 
 def _all(
@@ -192,18 +142,6 @@ def _decode(rank: int, text: bytes) -> Any:
         return decode_json(text)
     except ValueError as exc:
         raise RankError(f"rank {rank} sent no message: {exc}") from exc
-
-
-def _check_summaries(mine: Attendance, hellos: list[Any]) -> None:
-    for rank, hello in zip(mine.members, hellos, strict=True):
-        for name, expected in mine.summary.items():
-            found = hello["summary"].get(name)
-            if found != expected:
-                raise RankError(
-                    f"rank {mine.rank} on {mine.host}: the configurations of the hosts differ: "
-                    f"{name} is {found} for rank {rank} on {hello['host']}, expected {expected} "
-                    "as here"
-                )
 
 
 def _hello_of(store: Store, rank: int) -> Mapping[str, Any]:

@@ -1,5 +1,7 @@
 """Planned changes of the group: ranks join and leave in the processes that serve.
 
+Who the members are is here; the steps are those of every change (``rebalance/assembly/change.py``).
+
     propose   the lowest member: who is ready of those that should serve, and who holds nothing of
               those that should not                              (telemetry/state/groups.py)
     form      members and joiners, on threads beside serving: groups, proofs, digests, mapped slots
@@ -23,42 +25,23 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from threading import Event, Lock, Thread
 from traceback import clear_frames
 
-import torch
-import torch.distributed as dist
-
 from eplb.clock import Deadline
 from eplb.core.placement import EMPTY
-from eplb.errors import EplbError, MigrationError, PlacementError, RankError, StaleGeneration
+from eplb.errors import BrokenGroup, EplbError, RankError
 from eplb.migration.membership import unwanted
-from eplb.migration.recovery import NO_PLAN, Recovery, run_of
-from eplb.migration.serialisation import topology_from_dict
-from eplb.migration.survivors import Survival, survive
-from rebalance.assembly.meeting import Attendance, agree
-from rebalance.assembly.survivors import (
-    Stages,
-    agree_on_start,
-    commit_group,
-    committed_placement,
-    report_group,
-    serve_in,
-    set_deadlines,
-)
-from rebalance.rank.group import Group
+from eplb.migration.recovery import NO_PLAN, Recovery
+from rebalance.assembly.change import Change, NotChanged, Stages
+from rebalance.assembly.facts import Attendance
+from rebalance.assembly.group import StoreRendezvous, let_go, rejoin
 from rebalance.rank.rank import Rank
-from rebalance.recovery import RETRY_S, StoreRendezvous, let_go, rejoin
-from rebalance.types import Record
-from rebalance.weights.cache.client import HostCacheClient
-from rebalance.weights.sources import HOST, MappedSlots, WeightSources, map_peers
-from runtime.group import await_exchange, gathered
-from runtime.memory import digest
+from rebalance.recovery import RETRY_S
+from rebalance.stage.digest_table import table_of
 from telemetry.state.events import REGROUPED
 from telemetry.state.groups import GroupProposal, Joiner
 from telemetry.state.joining import serving_ranks
-from telemetry.state.store import StateStore
 
 FORM_DEADLINE_S = 10.0  # for members and joiners to form their groups
 OFFER_EVERY_S = 2.0  # a rank that waits repeats its offer
@@ -72,24 +55,6 @@ LEAVE_DEADLINE_S = 30.0  # for the others to serve without a rank that leaves
 Attend = Callable[[Sequence[int]], Attendance]  # of this rank, by the ranks that meet
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Formed:
-    """The group of a proposal, in which nobody serves yet."""
-
-    proposal: GroupProposal
-    group: Group
-    digests: torch.Tensor  # [L, E, 2] of every expert
-    mapped: MappedSlots
-
-    def close(self) -> None:
-        """Give it up; its other ranks take this one for dead in it, and do so too."""
-        self.group.votes.close(is_failure=True)
-
-
-class NotChanged(RankError):
-    """A planned change failed before anything was changed."""
 
 
 def next_members(
@@ -136,8 +101,8 @@ class NextGroup:
         self._rank, self._attend = rank, attend
         self._is_over, self._taking = Event(), Lock()
         self._forming = Thread()
-        self._formed: Formed | None = None
-        self._seen = self._failed = 0  # ids of proposals
+        self._formed: Change | None = None  # by the proposal that was seen
+        self._seen = self._failed = 0  # ids of proposals: the latest, and one that failed
         self._why = "a rank did not come"  # the last one failed
         self._quiet_looks = 0
         self._ready, self._ready_since = frozenset[int](), 0.0
@@ -153,11 +118,11 @@ class NextGroup:
             return
         proposal, formed = self._standing(), self._formed
         if formed is not None and (dead := formed.group.votes.dead()):
-            self._failed, self._why = formed.proposal.id, f"rank {min(dead)} left the group"
+            self._failed, self._why = self._seen, f"rank {min(dead)} left the group"
         standing = proposal if proposal and proposal.id != self._failed else None
         if standing is None or voting.next_group not in (0, standing.id):
             voting.next_group = 0
-        if formed is not None and (standing is None or standing.id != formed.proposal.id):
+        if formed is not None and (standing is None or standing.id != self._seen):
             self._give_up(formed)
         elif standing is not None and standing.id > self._seen and not self._forming.is_alive():
             self._seen = standing.id
@@ -171,7 +136,7 @@ class NextGroup:
         if rank.number == min(rank.members):
             self._propose(standing)
 
-    def _give_up(self, formed: Formed) -> None:
+    def _give_up(self, formed: Change) -> None:
         """Leave groups that came to nothing, once no vote under way can still decide for them."""
         self._rank.voting.next_group = 0
         pending = self._rank.voter.pending
@@ -183,7 +148,7 @@ class NextGroup:
                 self._formed, self._quiet_looks = None, 0
                 formed.close()
 
-    def take(self) -> Formed | None:
+    def take(self) -> Change | None:
         """End this part; gives the group that was formed."""
         with self._taking:
             self._is_over.set()
@@ -278,7 +243,7 @@ class NextGroup:
         )
 
 
-def form(rank: Rank, attend: Attend, proposal: GroupProposal, check: Callable[[], None]) -> Formed:
+def form(rank: Rank, attend: Attend, proposal: GroupProposal, check: Callable[[], None]) -> Change:
     """Form the group of a proposal, and prove that its ranks belong together; collective.
 
     Args:
@@ -289,13 +254,15 @@ def form(rank: Rank, attend: Attend, proposal: GroupProposal, check: Callable[[]
         check: called while others are waited for; what it raises ends the wait. A member that
             hangs, and is not dead, is waited for until the proposal is void.
 
+    Returns:
+        The change of the group, up to its commit.
+
     Raises:
         NotChanged: a rank did not come.
         RankError: a rank has another configuration, secret or weights.
         MigrationError: the host of this rank has other bytes of an expert.
         StoreError: the store failed.
     """
-    bank, config, own = rank.bank, rank.config, rank.slots.digests
     rendezvous = StoreRendezvous(rank.store, proposal.membership, check, FORM_DEADLINE_S)
     try:
         group = rejoin(
@@ -304,158 +271,60 @@ def form(rank: Rank, attend: Attend, proposal: GroupProposal, check: Callable[[]
             proposal.members,
             rendezvous,
             run=proposal.run,
-            config=config,
+            config=rank.config,
         )
     except RankError as exc:
         raise NotChanged(str(exc)) from exc
+    record = Recovery(
+        membership=proposal.membership,
+        run=proposal.run,
+        survivors=proposal.members,
+        generation=0,  # the one that serves when the group changes
+        plan_id=NO_PLAN,
+        applied=0,
+        reason=proposal.reason,
+        time=proposal.time,
+    )
+    joined = [int(number) for number in proposal.joiners]
+    change = Change(rank, group, record, joined=joined, is_recorded=False)
     try:
-        control = group.control
-        assert control is not None, "it was formed with one"
-        set_deadlines(group, config)
-        agree(attend(proposal.members), lambda _, mine: gathered(mine, control, check))
-        version = rank.shared.state.weights_version
-        answers = gathered({"handle": bank.handle, "weights": version}, control, check)
-        if len(versions := {one["weights"] for one in answers}) > 1:
-            raise RankError(
-                f"rank {rank.number}: ranks have weights of versions {sorted(versions)}, "
-                "expected one"
-            )
-        handles = dict(zip(proposal.members, (str(one["handle"]) for one in answers), strict=True))
-        peers = map_peers(rank.number, group.topology, bank, handles.__getitem__)
-        mapped = MappedSlots(rank.number, bank, peers)
-        joins = rank.group.is_waiting
-        table = torch.full_like(own, torch.iinfo(torch.int64).max) if joins else own.clone()
-        await_exchange(control.allreduce([table], dist.ReduceOp.MIN), check)
-        if joins:
-            host = rank.sources.host
-            prove_weights(host, table, bank.schema.record_bytes, config.network.fill_deadline_s)
-        gathered("formed", control, check)
+        group.set_deadlines(rank.config)
+        handles = change.compare(attend(proposal.members), check)
+        own = rank.slots.digests
+        change.prove(table_of({}, *own.shape[:2]) if rank.is_alone else own, check)
+        change.map_slots(handles)
+        change.meet(check)
     except BaseException as exc:
-        group.votes.close(is_failure=True)
+        change.close()
         clear_frames(exc.__traceback__)  # which refer to the group
-        void: list[object] = [group]
-        del group, control
+        void: list[object] = [group, change]
+        del group, change
         let_go(void)
-        if isinstance(exc, RuntimeError) and not isinstance(exc, EplbError):
+        if isinstance(exc, BrokenGroup | RuntimeError):  # torch's, of an exchange
             raise NotChanged(f"rank {rank.number}: a rank of the next group died: {exc}") from exc
         raise
-    return Formed(proposal, group, table if joins else own, mapped)
+    return change
 
 
-def prove_weights(
-    host: HostCacheClient, digests: torch.Tensor, record_bytes: int, deadline_s: float
-) -> None:
-    """Compare the first and the last record of this rank's host with what serves.
-
-    Raises:
-        MigrationError: the host has other bytes.
-    """
-    num_layers, num_experts, _ = digests.shape
-    records: list[Record] = sorted({(0, 0), (num_layers - 1, num_experts - 1)})
-    into = torch.empty(record_bytes, dtype=torch.uint8)
-    host.lease(records, deadline_s=deadline_s)
-    try:
-        for layer, expert in records:
-            host.pull((layer, expert), HOST, 0, into).wait()
-            found, expected = digest(into), tuple(digests[layer, expert].tolist())
-            if found != expected:
-                raise MigrationError(
-                    f"layer {layer} expert {expert} has digest {found} on the host of this rank, "
-                    f"expected {expected} as in the ranks that serve: it has other weights"
-                )
-    finally:
-        host.release(records)
-
-
-def change_group(rank: Rank, formed: Formed, stages: Stages) -> None:
+def change_group(change: Change, stages: Stages) -> None:
     """Leave the old group for the one that was formed; each of its ranks calls this.
 
     Raises:
         NotChanged: nothing was changed, and the old group may agree.
         EplbError: as ``serve_on``.
     """
+    change.stages, left, joined = stages, change.left, sorted(change.joined)
+    assert change.record is not None, "it was proposed"
     try:
-        _change(rank, formed, stages)
+        change.plan()
+        if change.survival is not None and change.survival.refills:
+            num = len(change.survival.refills)
+            change.refuse(f"{num} experts are on ranks {left} alone, expected none there")
+        change.commit(change.record.reason)
+        change.serve(REGROUPED, {"joined": joined, "left": left})
     except BaseException:
-        formed.close()  # the others must not wait for this rank
+        change.close()  # the others must not wait for this rank
         raise
-
-
-def _change(rank: Rank, formed: Formed, stages: Stages) -> None:
-    proposal, group = formed.proposal, formed.group
-    joiners = sorted(map(int, proposal.joiners))
-    left = sorted(set(rank.group.members) - set(proposal.members))
-    survival, refusal, generation = None, "", 0
-    if not rank.group.is_waiting:
-        try:
-            survival = _plan_change(rank, left, joiners)
-            generation = rank.placement.generation
-        except PlacementError as exc:
-            refusal = str(exc)
-    stages.end("map")
-    try:
-        target = survival.target.hash if survival is not None else ""
-        # Weights may have been updated since the group was formed.
-        step = agree_on_start(rank, group, target, refusal)
-    except RankError as exc:
-        raise NotChanged(str(exc)) from exc
-    stages.end("agree")
-    rank.watcher.close()  # writes the commits that wait, and ends the mover's thread
-    record = Recovery(
-        membership=proposal.membership,
-        run=proposal.run,
-        survivors=proposal.members,
-        generation=generation,
-        plan_id=NO_PLAN,
-        applied=0,
-        reason=proposal.reason,
-        time=proposal.time,
-    )
-    is_first = rank.number == min(set(proposal.members) - set(joiners))
-    if is_first:
-        assert survival is not None, "it is a member"
-        try:
-            commit_group(rank.store, survival, record, proposal.reason, is_planned=True)
-        except StaleGeneration as exc:  # nothing is written: the old group may go on
-            refusal = str(exc)
-    if refusals := [str(why) for _, why in group.gather(refusal) if why]:
-        raise NotChanged(refusals[0])
-    rank.leave()
-    stages.end("commit")
-    if survival is None:
-        survival = _read_committed(rank.store, record)
-    rank.slots = replace(rank.slots, digests=formed.digests)
-
-    def report() -> None:
-        stages.end("first pass")
-        if is_first:
-            report_group(rank, record, stages, REGROUPED, {"joined": joiners, "left": left})
-
-    sources = WeightSources(formed.mapped, rank.sources.host)
-    serve_in(
-        rank, replace(group, topology=survival.topology), survival.target, sources, step, report
-    )
-    stages.end("serve")
-
-
-def _plan_change(rank: Rank, left: Sequence[int], joiners: Sequence[int]) -> Survival:
-    survival = survive(rank.placement, rank.topology, left, joined=joiners)
-    if survival.refills:
-        raise PlacementError(
-            f"{len(survival.refills)} experts are on ranks {list(left)} alone, expected none there"
-        )
-    return survival
-
-
-def _read_committed(store: StateStore, record: Recovery) -> Survival:
-    """What the members of a new group have committed, for a rank that joins them."""
-    run = store.current_run()
-    expected = run_of(record.run, record.membership)
-    if run is None or run.run != expected:
-        raise RankError(
-            f"the store has run {run.run if run else None!r}, expected {expected!r} as committed"
-        )
-    return Survival(topology_from_dict(dict(run.topology)), committed_placement(store), ())
 
 
 def be_admitted(rank: Rank, attend: Attend, stages: Stages) -> bool:
@@ -504,16 +373,16 @@ def _joins_by(proposal: GroupProposal, rank: Rank, attend: Attend, stages: Stage
         if standing is None or standing.id != proposal.id or rank.wants_halt:
             raise NotChanged(f"proposal {proposal.id} of a group is void")
 
-    formed: Formed | None = None
+    change: Change | None = None
     try:
-        formed = form(rank, attend, proposal, check)
+        change = form(rank, attend, proposal, check)
         stages.end("group")
-        change_group(rank, formed, stages)
+        change_group(change, stages)
         return True
     except NotChanged as exc:
         log.warning("rank %d: proposal %d: %s", rank.number, proposal.id, exc)
-    void: list[object] = [formed]
-    formed = None
+    void: list[object] = [change]
+    change = None
     let_go(void)
     return False
 

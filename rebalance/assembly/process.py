@@ -9,20 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 import torch.distributed as dist
 
 from eplb.errors import ConfigError, EplbError, StoreError
+from rebalance.assembly.change import NotChanged, Stages
 from rebalance.assembly.description import DeploymentDescription
-from rebalance.assembly.meeting import Attendance
-from rebalance.assembly.next_group import (
-    NextGroup,
-    NotChanged,
-    await_exclusion,
-    be_admitted,
-    change_group,
-)
+from rebalance.assembly.facts import Attendance
+from rebalance.assembly.group import let_go
+from rebalance.assembly.next_group import NextGroup, await_exclusion, be_admitted, change_group
 from rebalance.assembly.places import report_halt, report_ready, report_run, report_wait
-from rebalance.assembly.survivors import Stages, serve_on
+from rebalance.assembly.survivors import serve_on
 from rebalance.protocol import phases
 from rebalance.rank.rank import Rank
-from rebalance.recovery import let_go, recover
+from rebalance.recovery import recover
 from runtime.counters import PassCounter
 from runtime.group import end_exchanges
 from telemetry.state.runs import GROUP_STAYS
@@ -122,11 +118,11 @@ class RankProcess:
             log.info("rank %d does not serve on: %s", rank.number, refusal)
             recover(rank, rank.store)
             return False
-        formed = None if self._next is None else self._next.take()
+        change = None if self._next is None else self._next.take()
         if rank.changes_group:
             try:
-                if formed is not None:
-                    change_group(rank, formed, stages)
+                if change is not None:
+                    change_group(change, stages)
                     return True
                 # Its votes were for a group without this rank, which may serve already.
                 if await_exclusion(rank):
@@ -135,10 +131,10 @@ class RankProcess:
                     return False
             except NotChanged as exc:
                 log.warning("rank %d: the group is not changed as planned: %s", rank.number, exc)
-        if formed is not None:
-            formed.close()
-            void: list[object] = [formed]
-            formed = None
+        if change is not None:
+            change.close()
+            void: list[object] = [change]
+            change = None
             let_go(void)
         if group.device.type == "cuda" and group.tokens is not None:
             self._broken.append(group.tokens)

@@ -26,15 +26,23 @@ from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
+from eplb.migration.survivors import Survival
+from rebalance.assembly.change import Change, committed_placement
 from rebalance.assembly.config import RankConfig
-from rebalance.assembly.experts import take_experts
-from rebalance.assembly.survivors import committed_placement
+from rebalance.assembly.experts import (
+    first_experts,
+    first_sources,
+    offer_own_experts,
+    reserve_memory,
+    torch_failures,
+)
 from rebalance.protocol.journal import Journal
 from rebalance.rank.group import Group
 from rebalance.rank.rank import Rank
 from rebalance.rank.watcher import POLL_S, StoreLoss
 from rebalance.stage.share import RankSlots
 from rebalance.weights.cache.address import HostCacheAddress
+from rebalance.weights.start_check import KnownRecords
 from runtime.counters import SlotCounter
 from runtime.experts import ExpertBank, ExpertSchema
 from runtime.routing import RoutingTable
@@ -85,7 +93,43 @@ def build_rank(
     if not isinstance(experts, ExpertSchema | ExpertBank):
         experts = experts(group, placement)
     _check_fit(model, placement, group, experts)
-    bank, digests, sources = take_experts(config, group, host_cache, model, experts, placement)
+    assert group.control is not None, "ranks agree on their experts"
+    with torch_failures(group, "its memory for experts"):
+        bank, unmapped = reserve_memory(config, group, model, experts)
+    with torch_failures(group, "its first experts"):
+        known, cache = first_experts(
+            config,
+            group,
+            host_cache,
+            model,
+            bank,
+            placement,
+            is_filled=isinstance(experts, ExpertBank),
+        )
+    rank = _make_rank(config, group, model, bank, store, placement)
+    change = Change(rank, group)
+    change.survival = Survival(group.topology, placement, ())
+    with torch_failures(group, "its first experts"):
+        if not group.is_waiting:  # else it learns the digests from those that serve
+            change.prove(known)
+        found = KnownRecords(placement, group.topology, change.digests)
+        if cache is None:
+            cache = offer_own_experts(config, group, host_cache, bank, found)
+        sources = first_sources(group, bank, cache, unmapped, found)
+        change.agree()
+    change.enter(group, placement, sources, loss)
+    return rank
+
+
+def _make_rank(
+    config: RankConfig,
+    group: Group,
+    model: ModelShape,
+    bank: ExpertBank,
+    store: StateStore,
+    placement: Placement,
+) -> Rank:
+    """A rank that is in no group yet, over filled slots whose digests are not agreed on yet."""
     reporting = config.reporting
     reporter = Reporter(
         store, spool=reporting.spool_of(group.rank), tempo=reporting.tempo, seed=group.rank
@@ -94,9 +138,10 @@ def build_rank(
     journal = None
     if config.journal_dir is not None:
         journal = Journal(config.journal_dir, group.run, group.rank)
+    unknown = torch.zeros(model.num_layers, model.num_experts, 2, dtype=torch.int64)
     rank = Rank(
         config,
-        make_slots(group.rank, group.topology, bank, digests, placement),
+        make_slots(group.rank, group.topology, bank, unknown, placement),
         SlotCounter(placement.num_layers, bank.num_slots, bank.device),
         store,
         reporter,
@@ -104,7 +149,6 @@ def build_rank(
         journal=journal,
         clock=reporter.clock,
     )
-    rank.enter(group, placement, sources, loss=loss)
     tempo = reporting.tempo
     rank.report_every_s = POLL_S + tempo.store_interval + tempo.state_interval
     return rank

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from eplb.core.topology import Topology
 from eplb.errors import RankError
+from rebalance.assembly.config import RankConfig
 from rebalance.types import VoteGroup
 from runtime.group import CPU, first_sentence, gathered, set_deadline
 
@@ -52,12 +53,13 @@ class Group:
         """Whether the rank is alone in it, and waits to be admitted by others."""
         return self.run == RUN_OF_WAITING
 
-    def set_deadlines(self, tokens_s: float, control_s: float) -> None:
-        """Limit what its exchanges may take; those of NCCL have no such limit."""
+    def set_deadlines(self, config: RankConfig) -> None:
+        """Limit what its exchanges may take, as at a start; those of NCCL have no such limit."""
         assert self.control is not None, "a group with deadlines has process groups"
         if self.device.type == "cpu" and self.tokens is not None:
-            set_deadline(self.tokens, tokens_s)
-        set_deadline(self.control, control_s)
+            set_deadline(self.tokens, config.vote_deadline_s)
+        network = config.network
+        set_deadline(self.control, max(network.join_deadline_s, network.fill_deadline_s))
 
     def gather(
         self, message: Any, check: Callable[[], None] | None = None

@@ -192,10 +192,8 @@ class Rank:
             on_first_pass: called once, when that pass is over.
         """
         config, monotonic = self.config, self.monotonic
-        weights_version = refused_up_to = 0
-        if self._group is not None:
-            weights_version = self.shared.state.weights_version
-            refused_up_to = self.settled()[1]
+        weights_version = self.weights_version
+        refused_up_to = 0 if self._group is None else self.settled()[1]
         self._group, self.sources = group, sources
         self.slots = slots = replace(self.slots, topology=group.topology)
         self.membership = group.membership
@@ -249,6 +247,16 @@ class Rank:
         """The group that it is in."""
         assert self._group is not None, "it has entered a group"
         return self._group
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is in a group of its own, and waits to be admitted by others."""
+        return self._group is not None and self._group.is_waiting
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that it serves; 0: those of its start."""
+        return 0 if self._group is None else self.shared.state.weights_version
 
     @property
     def deployment(self) -> DeploymentDescription:

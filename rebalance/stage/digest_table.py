@@ -1,56 +1,67 @@
 """The expected digest of every expert, agreed by all ranks before they serve.
 
-Every expert is live somewhere. Each rank digests what its own slots hold; one vote then makes one
-table, alike on every rank, and proves on the way that all replicas of an expert hold the same
-bytes.
+Every expert is live somewhere. Each rank tells the digests that it knows: of what its own slots
+hold at a start, of all experts where it serves already, of none where it joins. One vote then makes
+one table, alike on every rank, and proves on the way that no two ranks know different bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from eplb.errors import BrokenGroup, MigrationError
 from rebalance.types import Digest, Outcome, PendingVote, Record, VoteGroup
 
-_HIGHEST = torch.iinfo(torch.int64).max
+_HIGHEST = torch.iinfo(torch.int64).max  # twice: a digest that is not known
+CHECK_S = 0.02  # from one look at whether the agreement is still wanted to the next
+
+
+def table_of(known: Mapping[Record, Digest], num_layers: int, num_experts: int) -> torch.Tensor:
+    """[L, E, 2] the digests that a rank knows, of all experts."""
+    table = torch.full((num_layers, num_experts, 2), _HIGHEST, dtype=torch.int64)
+    for record, digest in known.items():
+        table[record] = torch.tensor(digest)
+    return table
 
 
 def agree_on_digests(
-    mine: Mapping[Record, Digest],
-    num_layers: int,
-    num_experts: int,
+    known: torch.Tensor,
     votes: VoteGroup,
     *,
     deadline_s: float,
+    check: Callable[[], object] | None = None,
 ) -> torch.Tensor:
-    """Return the digests [L, E, 2] of all experts.
+    """Return the digests [L, E, 2] of all experts; collective, the next vote of the group.
+
+    Args:
+        known: [L, E, 2] those that this rank knows; see ``table_of``.
+        votes: the group.
+        deadline_s: for all ranks to have told theirs.
+        check: called while others are waited for; what it raises ends the wait.
 
     Raises:
-        MigrationError: two ranks hold different bytes for one expert.
+        MigrationError: two ranks know different bytes of one expert, or no rank knows one.
         BrokenGroup: a rank died or missed the deadline.
     """
-    vote = cast_digests(mine, num_layers, num_experts, votes)
-    return agreed_digests(vote, num_layers, num_experts, deadline_s=deadline_s)
+    vote = cast_digests(known, votes)
+    left_s = deadline_s
+    while check is not None and left_s > CHECK_S and vote.poll(CHECK_S)[0] is Outcome.LATE:
+        check()
+        left_s -= CHECK_S
+    return read_digests(vote, known, deadline_s=left_s)
 
 
-def cast_digests(
-    mine: Mapping[Record, Digest], num_layers: int, num_experts: int, votes: VoteGroup
-) -> PendingVote:
-    """Send the digests of this rank's slots to the other ranks."""
-    smallest = torch.full((num_layers, num_experts, 2), _HIGHEST, dtype=torch.int64)
+def cast_digests(known: torch.Tensor, votes: VoteGroup) -> PendingVote:
+    """Tell the other ranks the digests that this one knows."""
+    is_known = (known != _HIGHEST).any(dim=2, keepdim=True)
     # The complement turns the order around without an overflow: its smallest is of the largest.
-    complement = torch.full_like(smallest, _HIGHEST)
-    for (layer, expert), digest in mine.items():
-        smallest[layer, expert] = torch.tensor(digest)
-        complement[layer, expert] = ~smallest[layer, expert]
-    return votes.cast(torch.stack([smallest, complement]).flatten().tolist())
+    complement = torch.where(is_known, ~known, _HIGHEST)
+    return votes.cast(torch.stack([known, complement]).flatten().tolist())
 
 
-def agreed_digests(
-    vote: PendingVote, num_layers: int, num_experts: int, *, deadline_s: float
-) -> torch.Tensor:
+def read_digests(vote: PendingVote, known: torch.Tensor, *, deadline_s: float) -> torch.Tensor:
     """Read the combined digests of all ranks; see ``agree_on_digests``."""
     outcome, reduced = vote.poll(deadline_s)
     if outcome is not Outcome.VALUE:
@@ -58,7 +69,7 @@ def agreed_digests(
             "a rank died or timed out during the agreement on digests, "
             f"expected all within {deadline_s:g} s"
         )
-    table = torch.tensor(reduced).view(2, num_layers, num_experts, 2)
+    table = torch.tensor(reduced).view(2, *known.shape)
     agreed: torch.Tensor = table[0]
     differing = torch.nonzero((agreed != ~table[1]).any(dim=2)).tolist()
     if differing:

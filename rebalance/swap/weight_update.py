@@ -27,7 +27,7 @@ from rebalance.protocol.ballot import NO_PLAN, Verdict
 from rebalance.protocol.phases import Phase
 from rebalance.protocol.voter import Voter
 from rebalance.rank.parts import RankInGroup
-from rebalance.stage.digest_table import agreed_digests, cast_digests
+from rebalance.stage.digest_table import cast_digests, read_digests, table_of
 from rebalance.swap.scrubber import ScrubSchedule
 from rebalance.swap.swapper import Swapper, Voting
 from rebalance.threads.waiting import WAIT_S
@@ -96,12 +96,12 @@ class WeightUpdate:
 
     def end_steps(self) -> Iterator[str]:
         """``end`` in steps: names what the next one may have to wait for."""
-        placement = self._swapper.placement
-        shape = placement.num_layers, placement.num_experts
-        found = {(layer, e): self._slots.bank.digest(layer, slot) for layer, slot, e in self.held()}
-        vote = cast_digests(found, *shape, self._votes)
+        placement, bank = self._swapper.placement, self._slots.bank
+        loaded = {(layer, e): bank.digest(layer, slot) for layer, slot, e in self.held()}
+        known = table_of(loaded, placement.num_layers, placement.num_experts)
+        vote = cast_digests(known, self._votes)
         yield "digests"
-        agreed = agreed_digests(vote, *shape, deadline_s=self._deadline_s)
+        agreed = read_digests(vote, known, deadline_s=self._deadline_s)
         self._report_unchanged((self._slots.digests == agreed).all(dim=-1))
         self._slots.digests.copy_(agreed)
         version = self._shared.state.next_weights

@@ -30,8 +30,9 @@ from rebalance.assembly import meeting
 from rebalance.assembly.config import NetworkConfig, RankConfig, ReportingConfig
 from rebalance.assembly.description import DeploymentDescription
 from rebalance.assembly.environment import build_rank_from_env
+from rebalance.assembly.facts import HELLO, Attendance
 from rebalance.assembly.group import interface_of
-from rebalance.assembly.meeting import Attendance, meet
+from rebalance.assembly.meeting import meet
 from rebalance.assembly.places import JOINS_VARIABLE, claim_place, holder_of
 from rebalance.stage.stage_settings import StageSettings
 from rebalance.weights.cache.address import HostCacheAddress
@@ -108,7 +109,7 @@ def test_rank_that_is_not_there_in_time_is_named_to_all_others(
 ) -> None:
     """Time passes once the two ranks that are there have said so."""
     listening = TCPStore(HERE, 0, None, True, timedelta(seconds=NEVER_S), wait_for_workers=False)
-    hellos = [f"eplb/0/{meeting.HELLO}/{rank}" for rank in (0, 1)]
+    hellos = [f"eplb/0/{HELLO}/{rank}" for rank in (0, 1)]
     clock = SimpleNamespace(monotonic=lambda: NEVER_S * listening.check(hellos))
     monkeypatch.setattr(meeting, "time", clock)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -171,7 +172,8 @@ def test_each_rank_says_why_although_the_listener_ends_at_once(
 
 WAITING_RANK = """
 import os, sys
-from rebalance.assembly.meeting import Attendance, meet
+from rebalance.assembly.facts import Attendance
+from rebalance.assembly.meeting import meet
 host, rank = sys.argv[1], int(sys.argv[2])
 try:
     meet(Attendance(rank, range(3), host, b"key", {}), os.environ, float(sys.argv[3]), print)

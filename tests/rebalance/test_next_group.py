@@ -20,12 +20,14 @@ import torch
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.errors import RankError, StoreError
+from eplb.migration.recovery import NO_PLAN, Recovery
 from eplb.migration.serialisation import topology_to_dict
 from rebalance.assembly import next_group
+from rebalance.assembly.change import Change, Stages
 from rebalance.assembly.config import NetworkConfig, RankConfig
-from rebalance.assembly.meeting import Attendance
+from rebalance.assembly.facts import Attendance
+from rebalance.assembly.group import StoreRendezvous, let_go, rejoin
 from rebalance.assembly.next_group import (
-    Formed,
     NextGroup,
     be_admitted,
     change_group,
@@ -33,10 +35,8 @@ from rebalance.assembly.next_group import (
     next_members,
 )
 from rebalance.assembly.process import RankProcess
-from rebalance.assembly.survivors import Stages, agree_on_start
 from rebalance.rank.group import Group
 from rebalance.rank.rank import Rank
-from rebalance.recovery import StoreRendezvous, let_go, rejoin
 from runtime.counters import PassCounter
 from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertSchema
@@ -216,13 +216,12 @@ class Interrupted(MemoryStore):
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "not taken"])
 def test_groups_that_are_taken_during_a_look_are_not_given_up_by_it(is_taken: bool) -> None:
-    store, votes, nothing = Interrupted("test"), LocalVotes(1), Any
+    store, votes = Interrupted("test"), LocalVotes(1)
     member = LowestMember(store)
     group = Group(0, "run", Topology.uniform(1, 1, 2), votes.member(0))
-    proposal = GroupProposal(0, "run", (0,), {}, "its operation was cancelled", id=1)
-    member.part._formed = formed = Formed(proposal, group, nothing, nothing)  # type: ignore[arg-type]
+    member.part._formed = formed = Change(member.rank, group)  # its operation was cancelled
     member.part.look()
-    taken: list[Formed | None] = []
+    taken: list[Change | None] = []
     if is_taken:
         store.meanwhile = lambda: taken.append(member.part.take())
 
@@ -234,10 +233,9 @@ def test_groups_that_are_taken_during_a_look_are_not_given_up_by_it(is_taken: bo
 
 def test_groups_that_were_taken_are_freed_by_whoever_took_them() -> None:
     """The part lives on until the next group serves: it would free them on the serving thread."""
-    member, nothing = LowestMember(), Any
+    member = LowestMember()
     group = Group(0, "run", Topology.uniform(1, 1, 2), LocalVotes(1).member(0))
-    proposal = GroupProposal(0, "run", (0,), {}, "a test", id=1)
-    member.part._formed = Formed(proposal, group, nothing, nothing)  # type: ignore[arg-type]
+    member.part._formed = Change(member.rank, group)
     taken = member.part.take()
     assert taken is not None
 
@@ -305,7 +303,9 @@ def agree_twice(told: Any, rank: int, path: Path) -> None:
     def agree_with(version: int, steps: int) -> int:
         member.shared.update(lambda state: replace(state, weights_version=version))
         member.passes.steps = steps  # type: ignore[union-attr]
-        return agree_on_start(member, group, "hash", "")
+        change = Change(member, group)
+        change.agree()
+        return change.step
 
     try:
         agree_with(rank + 3, 7)
@@ -328,16 +328,16 @@ def fail_at_the_commit(told: Any, rank: int, path: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     member = LowestMember(sqlite_store(path, "test"))
     group = rejoined("test", member.store, rank, (rank,), 1)
-    proposal, nothing = GroupProposal(0, "run", (rank,), {}, "rank 1 leaves", id=1), Any
+    record = Recovery(1, "run", (rank,), 0, NO_PLAN, 0, "rank 1 leaves", 0.0)
     ends: list[bool] = []
 
-    class Noticed(Formed):
+    class Noticed(Change):
         def close(self) -> None:
             ends.append(True)
 
     member.store.close()
     try:
-        change_group(member.rank, Noticed(proposal, group, nothing, nothing), Stages())  # type: ignore[arg-type]
+        change_group(Noticed(member.rank, group, record, is_recorded=False), Stages())
     except StoreError as exc:
         told.put(f"closed: {ends}, {type(exc).__name__}")
 
@@ -349,6 +349,19 @@ def test_member_whose_store_fails_at_the_commit_leaves_the_new_group_as_a_dead_r
     assert run_in(fail_at_the_commit, (0,), tmp_path / "store.sqlite") == [
         "closed: [True], StoreError"
     ]
+
+
+def test_member_whose_weights_are_updated_before_the_commit_keeps_their_digests() -> None:
+    """Leavers alone: nobody has other weights, so the change goes on."""
+    rank = LowestMember().rank
+    group = replace(rank.group, votes=LocalVotes(1).member(0))
+    record = Recovery(1, "run", (0,), 0, NO_PLAN, 0, "rank 1 leaves", 0.0)
+    change = Change(rank, group, record, is_recorded=False)
+    change.prove(rank.slots.digests)
+
+    rank.slots.digests.add_(1)  # as ``end_update`` does, in place
+
+    assert torch.equal(change.digests, rank.slots.digests)
 
 
 # -- a rank that joins

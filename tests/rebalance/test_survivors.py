@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from eplb.core.placement import Placement
+from eplb.core.placement import EMPTY, Placement
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError, RankError
-from eplb.migration.survivors import Refill
-from rebalance.assembly.survivors import CACHE_DEADLINE_S, refill
-from rebalance.rank.rank import Rank
+from rebalance.assembly.experts import CACHE_DEADLINE_S, fill_bank
 from rebalance.types import Record
 from rebalance.weights.cache.client import HostCacheEnded
-from rebalance.weights.sources import WeightSources
 from runtime.experts import ExpertSchema
 from tests.support.agent_group import AgentGroup, held_in, records_of
+from tests.support.limits import NEVER_S
 from tests.support.local_group import LocalHost
 
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -59,11 +57,15 @@ def group() -> AgentGroup:
     return made
 
 
-def with_host(group: AgentGroup, host: LocalHost) -> Rank:
-    """Rank 0, whose host has another cache."""
-    rank = group.agents[0]
-    rank.sources = WeightSources(rank.sources.slots, host)
-    return rank
+def refill(
+    group: AgentGroup,
+    host: LocalHost,
+    held: list[int],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Load experts into slots of rank 0, from another cache of its host."""
+    digests = group.rank_digests[0]
+    fill_bank(group.banks[0], [held], host, deadline_s=NEVER_S, digests=digests, check=check)  # type: ignore[arg-type]
 
 
 def test_closed_agent_is_freed_with_what_it_maps_without_a_collection(group: AgentGroup) -> None:
@@ -78,7 +80,7 @@ def test_closed_agent_is_freed_with_what_it_maps_without_a_collection(group: Age
 
 
 def test_refill_waits_for_a_host_cache_that_is_started_again(group: AgentGroup) -> None:
-    refill(with_host(group, RestartingHost(RECORDS, 2)), [Refill(0, 1, 3)], lambda: None)
+    refill(group, RestartingHost(RECORDS, 2), [EMPTY, 3])
 
     assert held_in(group.banks[0], 4) == [[0, 3]]
 
@@ -90,23 +92,23 @@ def test_refill_ends_where_another_survivor_dies_while_the_host_cache_is_gone(
         raise RankError("rank 1 died")
 
     with pytest.raises(RankError, match="rank 1 died"):
-        refill(with_host(group, RestartingHost(RECORDS, 9)), [Refill(0, 1, 3)], check)
+        refill(group, RestartingHost(RECORDS, 9), [EMPTY, 3], check)
 
 
 def test_refill_names_how_long_it_has_waited_for_a_host_cache_that_stays_away(
     group: AgentGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rebalance.assembly.survivors.CACHE_DEADLINE_S", 0.0)
+    monkeypatch.setattr("rebalance.assembly.experts.CACHE_DEADLINE_S", 0.0)
 
     with pytest.raises(MigrationError, match="the host cache disconnected, for 0 s"):
-        refill(with_host(group, RestartingHost(RECORDS, 9)), [Refill(0, 1, 3)], lambda: None)
+        refill(group, RestartingHost(RECORDS, 9), [EMPTY, 3])
 
 
 def test_refill_ends_at_the_first_refusal_of_a_host_cache_that_answers(group: AgentGroup) -> None:
     host = RefusingHost(RECORDS)
 
     with pytest.raises(MigrationError, match="layer 0 expert 3 is not on disk"):
-        refill(with_host(group, host), [Refill(0, 1, 3)], lambda: None)
+        refill(group, host, [EMPTY, 3])
 
     assert host.num_asked == 1
 
@@ -130,8 +132,8 @@ def test_refill_waits_for_each_host_cache_as_long(
 ) -> None:
     host = HostOfTheTimes(RECORDS)
     clock = SimpleNamespace(monotonic=lambda: host.now, sleep=lambda _: None)
-    monkeypatch.setattr("rebalance.assembly.survivors.time", clock)
+    monkeypatch.setattr("rebalance.assembly.experts.time", clock)
 
-    refill(with_host(group, host), [Refill(0, 0, 2), Refill(0, 1, 3)], lambda: None)
+    refill(group, host, [2, 3])
 
     assert held_in(group.banks[0], 4) == [[2, 3]]

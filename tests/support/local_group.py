@@ -13,9 +13,10 @@ import torch
 
 from eplb.core.topology import Topology
 from eplb.errors import MigrationError
-from rebalance.types import IsWanted, Outcome, PendingVote, Record, VoteGroup, always
+from rebalance.types import Digest, IsWanted, Outcome, PendingVote, Record, VoteGroup, always
 from rebalance.weights.sources import MappedSlots, Place, map_peers
 from runtime.experts import ExpertBank
+from runtime.memory import digest
 from runtime.streams import Completion
 
 
@@ -49,6 +50,11 @@ class LocalHost:
                 from_disk += len(self._on_disk[record])
         return from_disk
 
+    def load(self, records: Sequence[Record], *, deadline_s: float) -> tuple[list[Digest], int]:
+        """Lease these records; return their digests too."""
+        from_disk = self.lease(records, deadline_s=deadline_s)
+        return [digest(self._leased[record]) for record in records], from_disk
+
     def hint(self, records: Sequence[Record]) -> None:
         """Nothing to do: reading takes no time."""
 
@@ -65,6 +71,10 @@ class LocalHost:
         """Copy a part of a record."""
         into.copy_(self._leased[record][offset : offset + len(into)])
         return Completion(is_cuda=False)
+
+    def read(self, record: Record, into: torch.Tensor) -> None:
+        """Copy a whole record."""
+        into.copy_(self._leased[record])
 
     def invalidate(self, version: int, *, deadline_s: float) -> None:
         """Drop all records."""

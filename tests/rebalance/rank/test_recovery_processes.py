@@ -37,9 +37,10 @@ from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, RankError, StaleGeneration
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
+from rebalance.assembly.change import Stages
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.rank import make_slots
-from rebalance.assembly.survivors import Stages, join_survivors
+from rebalance.assembly.survivors import join_survivors
 from rebalance.protocol.gloo_votes import GlooVotes
 from rebalance.protocol.journal import Journal
 from rebalance.rank.group import Group

@@ -27,7 +27,7 @@ from eplb.errors import MigrationError, RankError
 from eplb.migration.build import Source
 from rebalance.protocol.ballot import BALLOT_SIZE
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.digest_table import agree_on_digests, table_of
 from rebalance.types import Outcome, PendingVote, Record, VoteGroup
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
@@ -404,7 +404,7 @@ def agreeing(rank: int, mine: dict[Record, tuple[int, int]]) -> list[list[list[i
     try:
         votes = GlooVotes(group)
         table: list[list[list[int]]] = agree_on_digests(
-            mine, 1, 3, votes, deadline_s=NEVER_S
+            table_of(mine, 1, 3), votes, deadline_s=NEVER_S
         ).tolist()
     except (MigrationError, RankError) as exc:
         return str(exc)

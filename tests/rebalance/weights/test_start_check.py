@@ -17,7 +17,7 @@ from eplb.core.topology import Topology
 from eplb.errors import MigrationError
 from rebalance.assembly.experts import fill_bank
 from rebalance.protocol.gloo_votes import GlooVotes
-from rebalance.stage.digest_table import agree_on_digests
+from rebalance.stage.digest_table import agree_on_digests, table_of
 from rebalance.weights.cache.address import HostCacheAddress
 from rebalance.weights.cache.client import HostCacheClient
 from rebalance.weights.cache.server import HostCacheServer
@@ -61,7 +61,7 @@ def choose(
     assert group is not None
     mine = fill_bank(bank, held, reader, deadline_s=NEVER_S)
     votes = GlooVotes(group)
-    digests = agree_on_digests(mine, 2, 8, votes, deadline_s=NEVER_S)
+    digests = agree_on_digests(table_of(mine, 2, 8), votes, deadline_s=NEVER_S)
     handles = gathered(bank.handle, group)
     spoil(rank, bank, handles)
     dist.barrier()

@@ -16,10 +16,10 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
 from eplb.migration.build import Pace, build_migration
+from rebalance.assembly.change import committed_placement
 from rebalance.assembly.config import RankConfig
 from rebalance.assembly.group import join_votes
 from rebalance.assembly.rank import build_rank
-from rebalance.assembly.survivors import committed_placement
 from rebalance.rank.rank import Rank
 from rebalance.weights.cache.address import HostCacheAddress
 from runtime.checkpoints.checkpoint import Checkpoint
