@@ -100,7 +100,7 @@ class AnomalyLog:
             found = {(one.kind, one.subject): one for one in worst_last}
             for key, one in list(self._open.items()):
                 if key not in found or _is_of_others(one, found[key]):
-                    self._ended.append(replace(self._open.pop(key), until=seen.state.time))
+                    self._ended.append(replace(self._open.pop(key), until=seen.state.store.time))
             for key, finding in found.items():
                 self._open[key] = self._renewed(key, finding, seen)
             self._note_outages(seen.events)
@@ -125,7 +125,7 @@ class AnomalyLog:
 
     def _renewed(self, key: tuple[str, str], finding: Symptom, seen: Reading) -> Anomaly:
         """Give the anomaly of a finding: the open one, or a new one."""
-        now = seen.state.time
+        now = seen.state.store.time
         known = self._open.get(key)
         if known is None:
             self._last_id += 1

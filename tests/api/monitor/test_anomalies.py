@@ -40,7 +40,7 @@ def at(now: float, **changes: Any) -> Reading:
 
 
 def silent(now: float, *, number: int = 1, since: float = NOW - 12, **changes: Any) -> Reading:
-    ranks = list(SERVES.state.ranks)
+    ranks = list(SERVES.state.group.ranks)
     ranks[number] = replace(ranks[number], is_alive=False, age_s=now - since)
     return at(now, ranks=tuple(ranks), **changes)
 

@@ -280,7 +280,7 @@ def test_plan_of_an_engine_is_recorded_as_a_plan_of_a_controller(
         seen = Monitor(store).reading()
     (moving,) = seen.rebalances
     (mark,) = seen.marks
-    assert [one.decision for one in seen.state.decisions] == ["MOVE", "KEEP"]
+    assert [one.decision for one in seen.state.plans.decisions] == ["MOVE", "KEEP"]
     assert (moving.outcome, moving.moves, moving.trigger) == ("committed", 3, "interval")
     assert (moving.imbalance_before, moving.imbalance_after) == (1.4, 1.0)
     assert (moving.generation, moving.target_generation, moving.reason) == (7, 8, "it pays")
