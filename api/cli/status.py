@@ -212,6 +212,7 @@ def _last_problem(ended: Sequence[Anomaly], now: float) -> str:
 
 def _all_of(state: State, where: str) -> Iterator[str]:
     found, window, moving = state.processes.controller, state.load.last_score, state.plans.migration
+    serves = [view for view in state.group.members if not view.has_ended]
     turn = f"last turn {found.turn_age_s or 0.0:.0f} s ago"
     leader = f"{found.leader}, {turn}, lease for {found.lease_left_s:.0f} s more"
     # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.
@@ -233,7 +234,7 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         "migration": "none"
         if moving is None
         else f"plan {moving.plan_id}: {counted(moving.num_moves, 'move')}, "
-        f"{moving.fraction:.0%} done",
+        + (f"{moving.fraction:.0%} done" if serves else "open when the ranks ended"),
         "pace": state.plans.pace.text,
         "curve": state.plans.expert_curve,
         "switches": f"movement {_on(state.orders.movement)}, observe {_on(state.orders.observe)}",
@@ -242,12 +243,13 @@ def _all_of(state: State, where: str) -> Iterator[str]:
     yield from (f"{name:<11}{line}" for name, line in lines.items())
     if (ranks := state.group.membership) is not None:
         waits = f": {ranks.waits}" if ranks.waits else ""
-        serve = f"{counted(len(ranks.members), 'rank', 'serve')}, {len(ranks.wanted)} wanted"
+        serve = f"{counted(len(serves), 'rank', 'serve')}, {len(ranks.wanted)} wanted"
         yield f"members    {serve}, epoch {ranks.epoch}, {ranks.phase}{waits}"
     if state.group.ranks:
         yield "rank  node  state    generation  step      step ms  wait ms  last report"
     for view in state.group.ranks:
         phase = view.phase if view.is_alive or view.age_s is None else "silent"
+        phase = "ended" if view.has_ended else phase
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
         node = state.start.node_of_rank[view.rank]
         times = (f"{'-' if ms is None else f'{ms:.1f}':<9}" for ms in (view.step_ms, view.wait_ms))

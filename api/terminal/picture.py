@@ -143,8 +143,11 @@ def _switches(state: State) -> Text:
         f"  ranks {num_alive} of {sum(one.phase not in (RETIRED, JOINING) for one in ranks)}",
         f"  samples {state.load.samples_stored:,} stored, {state.load.samples_lost} lost",
     )
-    if state.group.silent_ranks:
-        line.append(f"  silent: {', '.join(map(str, state.group.silent_ranks))}", BAD)
+    ended = [view.rank for view in ranks if view.has_ended]
+    if silent := [rank for rank in state.group.silent_ranks if rank not in ended]:
+        line.append(f"  silent: {', '.join(map(str, silent))}", BAD)
+    if ended:
+        line.append(f"  ended: {', '.join(map(str, ended))}", QUIET)
     return line
 
 
