@@ -222,7 +222,7 @@ def ranks_to_start(store: StateStore, launch: Launch) -> tuple[tuple[int, ...], 
     """Ranks that should serve, and whether others serve already without the ranks of this host."""
     found, run = store.wanted_ranks(), store.current_run()
     wanted = tuple(range(launch.deployment.topology.num_ranks)) if found is None else found
-    if run is None or not launch.deployment.description().config.serve_on:
+    if run is None or not launch.deployment.serves_on:
         return wanted, False
     alive = topology_from_dict(dict(run.topology)).alive
     is_served = bool(serving_ranks(store, store.backend.now()))
@@ -366,7 +366,7 @@ class Rejoins:
 
     def __init__(self, launch: Launch, supervision: SupervisionSettings) -> None:
         self._launch = launch
-        self._serves_on = launch.deployment.description().config.serve_on
+        self._serves_on = launch.deployment.serves_on
         self._restarts = {
             rank: Restarts(supervision.restart_after_death, supervision) for rank in launch.ranks
         }
