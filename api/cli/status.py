@@ -28,6 +28,7 @@ from api.deploy.first_placement import check_secret, last_start
 from api.http.service import AdminService
 from api.interrupts import StopSignals
 from api.monitor.anomalies import Anomaly
+from api.monitor.document import StateDocument, document_of, state_in
 from api.monitor.state import State
 from api.operations import watching
 from api.operations.table import answer_in_process, read_answer
@@ -64,20 +65,21 @@ def status(
 
     def of(place: ApiOptions) -> tuple[State, str, str]:
         with _asked(place, configured, latest=LATEST) as (ask, where):
-            state = ask(watching.state)
+            state = state_in(ask(watching.state))
             ended = () if json_output else ask(watching.anomalies, state="ended").anomalies
-            return state, where, _last_problem(ended, state.time)
+            return state, where, _last_problem(ended, state.store.time)
 
     found = [of(place)]
-    if groups := found[0][0].groups:
+    if groups := found[0][0].store.groups:
         found = [of(replace(place, deployment=name)) for name in groups]
     states = [state for state, *_ in found]
     if json_output:
-        shown: Any = TypeAdapter(list[State]) if groups else TypeAdapter(State)
-        typer.echo(shown.dump_json(states if groups else states[0], indent=1).decode())
+        shown: Any = TypeAdapter(list[StateDocument]) if groups else TypeAdapter(StateDocument)
+        documents = [document_of(state) for state in states]
+        typer.echo(shown.dump_json(documents if groups else documents[0], indent=1).decode())
     else:
         for state, where, last in found:
-            of_group = f"{state.deployment}: " if groups else ""
+            of_group = f"{state.store.deployment}: " if groups else ""
             for line in (*_lines(state, where, verbose), *filter(None, [last])):
                 typer.echo(printable(of_group + line))
     if any(state.problems for state in states):
@@ -155,7 +157,7 @@ def _asked(
 def _look(ask: Ask) -> Look:
     imbalance = ask(watching.imbalance, last=WINDOWS)
     return Look(
-        state=ask(watching.state),
+        state=state_in(ask(watching.state)),
         heat=ask(watching.heat),
         windows=imbalance.windows,
         rebalances=imbalance.rebalances,
@@ -191,7 +193,7 @@ def check_configured(store: StateStore, settings: Settings, environ: Mapping[str
 def _lines(state: State, where: str, is_verbose: bool) -> Iterator[str]:
     """A state as lines for people."""
     yield f"{state.verdict}: {state.reason}"
-    for plan in state.decisions[-1:]:
+    for plan in state.plans.decisions[-1:]:
         yield f"{plan.decision} at {at(plan.time)}: {plan.reason}"
     if is_verbose:
         yield from _all_of(state, where)
@@ -209,20 +211,21 @@ def _last_problem(ended: Sequence[Anomaly], now: float) -> str:
 
 
 def _all_of(state: State, where: str) -> Iterator[str]:
-    found, window, moving = state.controller, state.last_score, state.migration
+    found, window, moving = state.processes.controller, state.load.last_score, state.plans.migration
+    serves = [view for view in state.group.members if not view.has_ended]
     turn = f"last turn {found.turn_age_s or 0.0:.0f} s ago"
     leader = f"{found.leader}, {turn}, lease for {found.lease_left_s:.0f} s more"
     # "ranks, host cache 0: eplb 0.2.0 (protocol 2)": one that differs stands apart.
     alike = {
-        version: ", ".join(name for name, its in state.versions.items() if its == version)
-        for version in state.versions.values()
+        version: ", ".join(name for name, its in state.processes.versions.items() if its == version)
+        for version in state.processes.versions.values()
     }
     lines = {
-        "deployment": f"{state.deployment} {where}",
+        "deployment": f"{state.store.deployment} {where}",
         "leader": leader if found.leader else "none",
         "serves": "nothing yet"
-        if state.run is None
-        else f"generation {state.generation}, step {state.step}, run {state.run}",
+        if state.start.run is None
+        else f"generation {state.plans.generation}, step {state.group.step}, run {state.start.run}",
         "imbalance": "no complete window yet"
         if window is None
         else "no tokens in the latest window"
@@ -231,23 +234,24 @@ def _all_of(state: State, where: str) -> Iterator[str]:
         "migration": "none"
         if moving is None
         else f"plan {moving.plan_id}: {counted(moving.num_moves, 'move')}, "
-        f"{moving.fraction:.0%} done",
-        "pace": state.pace.text,
-        "curve": state.expert_curve,
-        "switches": f"movement {_on(state.movement)}, observe {_on(state.observe)}",
+        + (f"{moving.fraction:.0%} done" if serves else "open when the ranks ended"),
+        "pace": state.plans.pace.text,
+        "curve": state.plans.expert_curve,
+        "switches": f"movement {_on(state.orders.movement)}, observe {_on(state.orders.observe)}",
         "versions": "; ".join(f"{names}: {version}" for version, names in alike.items()) or "none",
     }
     yield from (f"{name:<11}{line}" for name, line in lines.items())
-    if (ranks := state.membership) is not None:
+    if (ranks := state.group.membership) is not None:
         waits = f": {ranks.waits}" if ranks.waits else ""
-        serve = f"{counted(len(ranks.members), 'rank', 'serve')}, {len(ranks.wanted)} wanted"
+        serve = f"{counted(len(serves), 'rank', 'serve')}, {len(ranks.wanted)} wanted"
         yield f"members    {serve}, epoch {ranks.epoch}, {ranks.phase}{waits}"
-    if state.ranks:
+    if state.group.ranks:
         yield "rank  node  state    generation  step      step ms  wait ms  last report"
-    for view in state.ranks:
+    for view in state.group.ranks:
         phase = view.phase if view.is_alive or view.age_s is None else "silent"
+        phase = "ended" if view.has_ended else phase
         age = "never" if view.age_s is None else f"{view.age_s:.1f} s ago"
-        node = state.node_of_rank[view.rank]
+        node = state.start.node_of_rank[view.rank]
         times = (f"{'-' if ms is None else f'{ms:.1f}':<9}" for ms in (view.step_ms, view.wait_ms))
         place = f"{view.rank:<6}{node:<6}{phase:<9}{view.generation:<12}{view.step:<10}"
         yield f"{place}{''.join(times)}{age}"

@@ -41,13 +41,13 @@ def list_deployments(
             found.append((monitor.reading().state, opened.live().text("stage") or None))
     rows = [
         {
-            "deployment": one.deployment,
+            "deployment": one.store.deployment,
             "verdict": one.verdict,
-            "ranks": len(one.node_of_rank),
-            "generation": one.generation,
-            "imbalance": one.last_score.measured if one.last_score else None,
+            "ranks": len(one.start.node_of_rank),
+            "generation": one.plans.generation,
+            "imbalance": one.load.last_score.measured if one.load.last_score else None,
             "stage": stage,
-            "leader": one.controller.leader or None,
+            "leader": one.processes.controller.leader or None,
         }
         for one, stage in found
     ]

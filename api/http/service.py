@@ -107,7 +107,7 @@ class AdminService:
         Raises:
             StoreError: the store cannot be read.
         """
-        if self._audit is not None and self.reader.reading().state.audit_waiting:
+        if self._audit is not None and self.reader.reading().state.store.audit_waiting:
             AuditLines(self._audit, self.store).catch_up()
         of_service = ServiceFigures(self.num_streams, self.num_slow_streams, self.audit_lost)
         return metric_families(self.reader, self._metrics_level, of_service)
@@ -124,7 +124,7 @@ class AdminService:
         if (why_not := unready(reading)) is not None:
             raise Refused(ProblemType.NOT_READY, why_not)
         state = reading.state
-        return f"{counted(len(state.members), 'rank', 'serve')}, at step {state.step}"
+        return f"{counted(len(state.group.members), 'rank', 'serve')}, at step {state.group.step}"
 
     def task(self, task_id: int) -> TaskAnswer:
         """One task.

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api.monitor.counts import EXCLUDED
-from api.monitor.monitor import PHASES
+from api.monitor.plans import PHASES
 from api.monitor.scores import layer_imbalance
 from api.monitor.state import Counts, Durations, Grade, MigrationProgress, Reading, State
 from api.processes.supervision import ProcessState
@@ -100,21 +100,21 @@ def metrics_of(
 
 def _health(seen: Reading) -> Iterator[Metric]:
     state, counts = seen.state, seen.counts
-    offsets_s = [view.ahead_s for view in state.ranks if view.age_s is not None]
+    offsets_s = [view.ahead_s for view in state.group.ranks if view.age_s is not None]
     offset_help = "How far the clock of a rank's host is ahead of the store's; the largest of all."
     yield _gauge("clock_offset_seconds", offset_help, max(offsets_s, key=abs, default=None))
     silent_help = "Ranks that did not report lately, or never, and did not end as they were asked."
-    ended = {view.rank for view in state.ranks if view.has_ended}
-    yield _gauge("ranks_silent", silent_help, len({*state.silent_ranks} - ended))
+    ended = {view.rank for view in state.group.ranks if view.has_ended}
+    yield _gauge("ranks_silent", silent_help, len({*state.group.silent_ranks} - ended))
     uncounted_help = "Ranks whose counters stay at zero while those of others grow."
-    yield _gauge("ranks_uncounted", uncounted_help, len(state.uncounted_ranks))
+    yield _gauge("ranks_uncounted", uncounted_help, len(state.load.uncounted_ranks))
     engine_help = "1 while an engine's own balancer plans in place of its plug-in."
-    yield _gauge("engine_plans", engine_help, bool(state.engine_plans))
+    yield _gauge("engine_plans", engine_help, bool(state.plans.engine_plans))
     age_help = "Longest time without progress of a step or of a busy thread on any rank."
-    yield _gauge("progress_age_seconds", age_help, state.progress_age_s)
-    alive = sum(view.is_alive for view in state.ranks)
+    yield _gauge("progress_age_seconds", age_help, state.progress.progress_age_s)
+    alive = sum(view.is_alive for view in state.group.ranks)
     yield _gauge("ranks_alive", "Ranks that reported lately.", alive)
-    frozen = sum(bool(view.frozen) for view in state.ranks)
+    frozen = sum(bool(view.frozen) for view in state.group.ranks)
     yield _gauge("ranks_frozen", "Ranks with migrations disabled.", frozen)
     yield _gauge(
         "step_seconds",
@@ -122,16 +122,20 @@ def _health(seen: Reading) -> Iterator[Metric]:
         _step_times(state),
         *("time", "agg"),
     )
-    yield _gauge("state_free_bytes", "Room on the disk of the state folder.", state.free_bytes)
+    yield _gauge(
+        "state_free_bytes", "Room on the disk of the state folder.", state.store.free_bytes
+    )
     full_help = "1 while the store takes no changes: its memory or disk is full."
-    yield _gauge("store_full", full_help, bool(state.store_full))
+    yield _gauge("store_full", full_help, bool(state.store.store_full))
     waiting_help = "Lines of the audit that its file could not take; the store has them."
-    yield _gauge("audit_waiting", waiting_help, state.audit_waiting)
-    yield _gauge("paused", "1 while movement is switched off.", not state.movement)
-    yield _gauge("placement_version", "Generation of the committed placement.", state.generation)
+    yield _gauge("audit_waiting", waiting_help, state.store.audit_waiting)
+    yield _gauge("paused", "1 while movement is switched off.", not state.orders.movement)
+    yield _gauge(
+        "placement_version", "Generation of the committed placement.", state.plans.generation
+    )
     mismatch_help = "Ranks that serve another generation than the committed one."
-    reported = [view for view in state.ranks if view.age_s is not None]
-    mismatched = sum(view.generation != state.generation for view in reported)
+    reported = [view for view in state.group.ranks if view.age_s is not None]
+    mismatched = sum(view.generation != state.plans.generation for view in reported)
     yield _gauge("placement_mismatch_ranks", mismatch_help, mismatched)
     failures_help = "Failures of mover threads; a second one disables migrations on the rank."
     yield _counter("mover_failures", failures_help, counts.total("mover_failures"))
@@ -141,7 +145,9 @@ def _health(seen: Reading) -> Iterator[Metric]:
 
 def _step_times(state: State) -> dict[tuple[str, ...], Figure]:
     """Of the rank in the middle, in step and by its own work; of the slowest, by its own work."""
-    times = [(one.step_ms, one.wait_ms or 0.0) for one in state.ranks if one.step_ms is not None]
+    times = [
+        (one.step_ms, one.wait_ms or 0.0) for one in state.group.ranks if one.step_ms is not None
+    ]
     if not times:
         return {}
     own = [step - wait for step, wait in times]
@@ -153,12 +159,12 @@ def _step_times(state: State) -> dict[tuple[str, ...], Figure]:
 
 
 def _supervision(seen: Reading) -> Iterator[Metric]:
-    controller = seen.state.controller
+    controller = seen.state.processes.controller
     yield _gauge("controller_leads", "1 while a controller leads.", not controller.why_none)
     lease_help = "Time since a turn of a controller renewed the lease."
     yield _gauge("controller_lease_age_seconds", lease_help, controller.turn_age_s)
     token_help = "Time since the newest load sample with a token, of any run."
-    yield _gauge("token_age_seconds", token_help, seen.state.token_age_s)
+    yield _gauge("token_age_seconds", token_help, seen.state.load.token_age_s)
     unserved_help = "Time without tokens in outages that ended, each from the last token on."
     yield _counter("unserved_seconds", unserved_help, seen.counts.unserved_s)
     serve_on_help = "Deaths after which the survivors served on in their processes."
@@ -171,7 +177,7 @@ def _processes(seen: Reading) -> Iterator[Metric]:
     report_ages: dict[str, float] = {}
     restarts: dict[str, float] = {}
     up: dict[str, float] = {}
-    for view in seen.state.supervision.processes:
+    for view in seen.state.processes.supervision.processes:
         if view.report_age_s is not None:
             report_ages[view.kind] = max(view.report_age_s, report_ages.get(view.kind, 0.0))
         restarts[view.kind] = restarts.get(view.kind, 0.0) + view.restarts
@@ -197,7 +203,7 @@ def _balance(seen: Reading, drift: Drift | None) -> Iterator[Metric]:
     even_help = "Inverse of the imbalance of the latest window, 1 is perfect."
     yield _gauge("balancedness", even_help, by_agg, "phase", "agg")
     yield _gauge("rank_load_ratio_max", "Imbalance of the worst layer.", ratio)
-    last = seen.state.decisions[-1].imbalance_after if seen.state.decisions else None
+    last = seen.state.plans.decisions[-1].imbalance_after if seen.state.plans.decisions else None
     predicted = 1 / last if last else None
     yield _gauge("balancedness_predicted", "What the last decision expects.", predicted)
     drifts = {}
@@ -216,20 +222,20 @@ def _rebalances(seen: Reading) -> Iterator[Metric]:
     yield _counter("rebalances", ended_help, ended, "trigger", "outcome")
     took_help = "Time of each committed migration; all: from offered to committed."
     yield _histogram("rebalance_duration_seconds", took_help, counts.rebalance_s, phase="all")
-    phases = {phase: phase == state.phase for phase in PHASES}
+    phases = {phase: phase == state.plans.phase for phase in PHASES}
     yield _gauge("rebalance_phase", "1 for the phase of the slowest rank.", phases, "phase")
     pending_help = "Layers of the open migration that do not serve on every rank yet."
     yield _gauge(
-        "layers_pending", pending_help, _layers_pending(seen.open_migration, state.migration)
+        "layers_pending", pending_help, _layers_pending(seen.open_migration, state.plans.migration)
     )
-    pauses_s = np.array(state.swap_pauses_ms) / 1e3
+    pauses_s = np.array(state.moved.swap_pauses_ms) / 1e3
     quantiles = {"p50": 0.5, "p99": 0.99, "max": 1.0} if pauses_s.size else {}
     shown = {agg: float(np.quantile(pauses_s, part)) for agg, part in quantiles.items()}
     yield _gauge("swap_pause_seconds", "Time on the step path of the latest swaps.", shown, "agg")
     part_help = "Part of the deployment's own pace that the next migration has."
-    yield _gauge("pace_part", part_help, state.pace.part)
+    yield _gauge("pace_part", part_help, state.plans.pace.part)
     slower_help = "By what part the latest judged migration lengthened the p95 of step time."
-    latest = state.pace.latest
+    latest = state.plans.pace.latest
     yield _gauge("migration_slowdown", slower_help, latest.slowdown if latest else None)
     judged_help = "Migrations by which the pace of the next one was judged, by result."
     judged = counts.by_label("pace_judgements")
@@ -264,14 +270,14 @@ def _moved(counts: Counts) -> Iterator[Metric]:
 def _telemetry(seen: Reading, backend: str) -> Iterator[Metric]:
     counts = seen.counts
     lost, stored = counts.total("samples_lost"), counts.total("samples_stored")
-    samples = {"stored": seen.state.samples_stored + stored, "dropped": lost}
+    samples = {"stored": seen.state.load.samples_stored + stored, "dropped": lost}
     samples |= {name: counts.total("samples_excluded", name) for name in EXCLUDED}
     samples_help = "Load samples: stored, dropped by ranks, excluded by the controller, by reason."
     yield _counter("telemetry_samples", samples_help, samples, "result")
     dropped_help = "Samples that ranks dropped because the store was slow or unreachable."
     yield _counter("telemetry_dropped", dropped_help, lost)
     lag_help = "Age of the newest sample of the rank that is furthest behind."
-    yield _gauge("telemetry_lag_seconds", lag_help, seen.state.sample_age_s)
+    yield _gauge("telemetry_lag_seconds", lag_help, seen.state.load.sample_age_s)
     errors_help = "Attempts of ranks to write to the store that failed."
     errors = {backend: counts.total("store_errors")}
     yield _counter("store_errors", errors_help, errors, "backend")
@@ -279,7 +285,7 @@ def _telemetry(seen: Reading, backend: str) -> Iterator[Metric]:
 
 def _per_layer(seen: Reading, received: NDArray[np.int64] | None) -> Iterator[Metric]:
     even_help = "Inverse of the imbalance of the latest window, layer by layer."
-    numbers = seen.state.layer_ids
+    numbers = seen.state.start.layer_ids
     even = zip(numbers, (1 / _imbalance(seen)).tolist(), strict=False)
     by_layer = {str(layer): figure for layer, figure in even if not isnan(figure)}
     yield _gauge("layer_balancedness", even_help, by_layer, "layer")

@@ -86,7 +86,7 @@ def metric_families(
         of_service=of_service,
     )
     for metric in found:
-        yield _family(metric, seen.state.deployment)
+        yield _family(metric, seen.state.store.deployment)
 
 
 def _family(metric: Metric, deployment: str) -> Any:

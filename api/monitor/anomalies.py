@@ -3,7 +3,9 @@
     findings of each reading --> opened, renewed, ended
     events of the store      --> ended at once; they are read again after a restart
 
-A finding that comes back is another anomaly. Findings are kept in the memory of the service, so
+A finding that comes back is another anomaly. What every start and change of the group shows for a
+moment is none: ranks that have not reported yet, and a run without load within the time that its
+first tokens are given. Findings are kept in the memory of the service, so
 those that ended before it began are not known; outages are, because they are events.
 """
 
@@ -32,7 +34,7 @@ from telemetry.state.events import (
     Outage,
     Restored,
 )
-from telemetry.state.runs import RUN_BEGAN
+from telemetry.state.runs import LEAST_SILENCE_S, RUN_BEGAN
 
 KEPT = 1000
 AROUND_S, MOST_EVENTS = 30.0, 8  # events before and after its beginning that tell why
@@ -91,16 +93,17 @@ class AnomalyLog:
         self._ended: deque[Anomaly] = deque(maxlen=KEPT)  # ordered by end
         self._open: dict[tuple[str, str], Anomaly] = {}
         self._last_id = self._last_event = self._last_outage = 0
+        self._unheard_since: float | None = None  # ranks were first seen without any report
 
     def note(self, seen: Reading) -> None:
         """Take over what a reading of the store has found, and the verdict on it."""
         with self._lock:
             self._note_events(seen.events)
-            worst_last = reversed(seen.findings)
+            worst_last = reversed(list(self._lasting(seen)))
             found = {(one.kind, one.subject): one for one in worst_last}
             for key, one in list(self._open.items()):
                 if key not in found or _is_of_others(one, found[key]):
-                    self._ended.append(replace(self._open.pop(key), until=seen.state.time))
+                    self._ended.append(replace(self._open.pop(key), until=seen.state.store.time))
             for key, finding in found.items():
                 self._open[key] = self._renewed(key, finding, seen)
             self._note_outages(seen.events)
@@ -123,9 +126,26 @@ class AnomalyLog:
         )
         return found[:limit], found[limit - 1].id if len(found) > limit else None
 
+    def _lasting(self, seen: Reading) -> Iterator[Symptom]:
+        """Findings that are no passing state of a start or of a change of the group."""
+        now, has_unheard = seen.state.store.time, False
+        for one in seen.findings:
+            if one.kind == "no-tokens" and one.grade is Grade.DEGRADED:
+                continue  # the first ones are not due yet
+            if one.kind != "rank-silent" or one.since is not None:
+                yield one
+                continue
+            has_unheard = True
+            self._unheard_since = now if self._unheard_since is None else self._unheard_since
+            # So long a rank that has reported before may be silent, too.
+            if now - self._unheard_since > LEAST_SILENCE_S or (one.kind, "") in self._open:
+                yield replace(one, since=self._unheard_since)
+        if not has_unheard:
+            self._unheard_since = None
+
     def _renewed(self, key: tuple[str, str], finding: Symptom, seen: Reading) -> Anomaly:
         """Give the anomaly of a finding: the open one, or a new one."""
-        now = seen.state.time
+        now = seen.state.store.time
         known = self._open.get(key)
         if known is None:
             self._last_id += 1

@@ -109,10 +109,12 @@ class BackgroundReader:
         why = f"the store has not been read for {age_s:.0f} s: {why or 'it does not answer'}"
         known = latest
         if known is None:
-            now, processes = self.monitor.clock(), self.monitor.supervision()
-            state = replace(self._unread.state, time=now, supervision=processes)
+            state, now = self._unread.state, self.monitor.clock()
+            processes = replace(state.processes, supervision=self.monitor.supervision())
+            state = replace(state, store=replace(state.store, time=now), processes=processes)
             known = replace(self._unread, state=state)
-        return self.monitor.judged(replace(known, state=replace(known.state, unread=why)))
+        state = replace(known.state, store=replace(known.state.store, unread=why))
+        return self.monitor.judged(replace(known, state=state))
 
     def _read(self) -> Reading:
         self.monitor.refresh()

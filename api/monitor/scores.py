@@ -114,7 +114,7 @@ def heat_of(seen: Reading) -> Heat:
     """Give the load of ranks and experts in the latest window."""
     window = seen.latest
     if window is None or seen.scale is None:
-        return Heat(seen.state.run, None)
+        return Heat(seen.state.start.run, None)
     ranks, experts = relative(window.received, seen.scale.serving), relative(window.tokens)
     return Heat(window.run, window.index, _rows(ranks), _rows(experts))
 
@@ -213,7 +213,7 @@ class DriftWatch:
             seen: tells what serves, and the events that led to it.
             windows: those with their matrices, oldest first.
         """
-        serves = seen.state.run, seen.state.generation
+        serves = seen.state.start.run, seen.state.plans.generation
         if serves != self._serves:
             self._serves, self._planned_on = serves, None
         plan = _plan_behind(seen) if self._planned_on is None else None
@@ -241,6 +241,6 @@ def _plan_behind(seen: Reading) -> PlanDecision | None:
             case PlanDecision() as plan if plan.moves_experts and plan.window is not None:
                 latest = plan
             case PlanEnd() as end if event.kind == "commit":
-                if end.generation == seen.state.generation:
+                if end.generation == seen.state.plans.generation:
                     return latest if end.plan_id > 0 else None
     return None

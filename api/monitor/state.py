@@ -271,53 +271,61 @@ class Leadership:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """Everything at a glance."""
+class StoreState:
+    """What the store tells, and whether it answers."""
 
-    verdict: Annotated[Grade, Meaning("stopped, blind, degraded or serving", example="serving")]
-    reason: Annotated[str, Meaning("reason of the verdict, in one sentence")]
-    problems: Annotated[
-        tuple[str, ...], Meaning("all that is wrong, the worst first; empty: nothing is wrong")
-    ]
-    unread: Annotated[str, Meaning("why the answer is old; empty: the store answers")]
-    store_full: Annotated[
-        str, Meaning("why the store takes no changes, reports of ranks among them; empty: it does")
-    ]
     deployment: str
     groups: Annotated[
         tuple[str, ...], Meaning("deployments of its EP groups; empty: it is one group")
     ]
     time: Annotated[float, Meaning("when the store was read", unit=EPOCH)]
+    unread: Annotated[str, Meaning("why the answer is old; empty: the store answers")]
+    store_full: Annotated[
+        str, Meaning("why the store takes no changes, reports of ranks among them; empty: it does")
+    ]
+    free_bytes: Annotated[
+        int | None, Meaning("room on the disk of the state folder; null: not known", unit="bytes")
+    ]
+    audit_waiting: Annotated[
+        int, Meaning("lines of the audit that its file could not take; the store has them")
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartState:
+    """The start of the ranks that is followed, and its sizes."""
+
     run: Annotated[str | None, Meaning("start of the ranks; null: they never started")]
     started: Annotated[float | None, Meaning("when the run began", unit=EPOCH)]
-    step: Annotated[int, Meaning("step of the rank that is furthest ahead")]
-    generation: Annotated[int | None, Meaning("generation of the committed placement")]
-    controller: Leadership
-    versions: Annotated[
-        Mapping[str, str], Meaning("version of each component that serves, by component")
-    ]
     num_layers: int
     layer_ids: Annotated[tuple[int, ...], Meaning("[L] numbers of the MoE layers in the model")]
     num_experts: int
     num_slots: int
-    ranks: tuple[RankView, ...]
     node_of_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupState:
+    """Ranks, which of them serve, and what the change of the group waits for."""
+
+    ranks: tuple[RankView, ...]
+    silent_ranks: Annotated[tuple[int, ...], Meaning("ranks that never reported, or not lately")]
+    step: Annotated[int, Meaning("step of the rank that is furthest ahead")]
     membership: Annotated[
         Membership | None, Meaning("which ranks serve and should; null: no run has begun")
     ]
-    silent_ranks: Annotated[tuple[int, ...], Meaning("ranks that never reported, or not lately")]
-    uncounted_ranks: Annotated[
-        tuple[int, ...], Meaning("ranks whose counters stay at zero while those of others grow")
-    ]
-    engine_plans: Annotated[
-        str,
-        Meaning("why an engine's own balancer plans in place of its plug-in; empty: it does not"),
-    ]
     death: Annotated[Death | None, Meaning("latest end of ranks on record")]
-    supervision: Annotated[
-        SupervisionView,
-        Meaning("state of supervised processes, where one process supervises others"),
-    ]
+
+    @property
+    def members(self) -> tuple[RankView, ...]:
+        """Ranks that serve, so that they should report."""
+        return tuple(view for view in self.ranks if view.phase not in ABSENT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressState:
+    """Who made the least progress."""
+
     progress_age_s: Annotated[
         float | None,
         Meaning("time since the last progress of the step or thread that made the least"),
@@ -329,6 +337,26 @@ class State:
     step_age_s: Annotated[
         float | None, Meaning("time since the steps were last seen to advance; null: never seen")
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessesState:
+    """The processes beside the ranks."""
+
+    controller: Leadership
+    supervision: Annotated[
+        SupervisionView,
+        Meaning("state of supervised processes, where one process supervises others"),
+    ]
+    versions: Annotated[
+        Mapping[str, str], Meaning("version of each component that serves, by component")
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadState:
+    """Tokens and samples: how even, how old, how many."""
+
     last_score: Annotated[WindowScore | None, Meaning("latest window that all ranks reported on")]
     token_age_s: Annotated[
         float | None, Meaning("time since the newest token of any run; null: there was none")
@@ -343,21 +371,47 @@ class State:
     sample_every_s: Annotated[
         float, Meaning("time between two samples of a rank, about; 0: not known")
     ]
+    samples_stored: int
+    samples_lost: int
+    uncounted_ranks: Annotated[
+        tuple[int, ...], Meaning("ranks whose counters stay at zero while those of others grow")
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanState:
+    """What serves, what was decided, and the migration to it."""
+
+    generation: Annotated[int | None, Meaning("generation of the committed placement")]
     phase: Annotated[str, Meaning("phase of the rank that is furthest behind")]
     migration: Annotated[MigrationProgress | None, Meaning("the open migration; null: none")]
     pace: PaceView
     expert_curve: Annotated[str, Meaning("source of the time of experts by tokens, for plans")]
+    decisions: Annotated[tuple[DecisionRecord, ...], Meaning("the latest decisions, oldest first")]
+    last_rebalance: Annotated[
+        DecisionRecord | None, Meaning("decision of the latest migration; null: none is known")
+    ]
+    engine_plans: Annotated[
+        str,
+        Meaning("why an engine's own balancer plans in place of its plug-in; empty: it does not"),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedState:
+    """What migrations have moved."""
+
     bytes_by_source: Annotated[
         Mapping[str, int], Meaning("bytes of moved experts by their source", unit="bytes")
     ]
     experts_moved: int
     swap_pauses_ms: Annotated[tuple[float, ...], Meaning("the latest swap pauses of every rank")]
-    decisions: Annotated[tuple[DecisionRecord, ...], Meaning("the latest decisions, oldest first")]
-    last_rebalance: Annotated[
-        DecisionRecord | None, Meaning("decision of the latest migration; null: none is known")
-    ]
-    samples_stored: int
-    samples_lost: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderState:
+    """What operators have ordered, and what waits for them."""
+
     movement: Annotated[bool, Meaning("false: no weight moves")]
     observe: Annotated[bool, Meaning("true: plans are reported and not carried out")]
     until: Annotated[
@@ -368,17 +422,26 @@ class State:
     switched: Annotated[
         LiveChange | None, Meaning("who switched movement, when and why; null: nobody did")
     ]
-    free_bytes: Annotated[
-        int | None, Meaning("room on the disk of the state folder; null: not known", unit="bytes")
-    ]
-    audit_waiting: Annotated[
-        int, Meaning("lines of the audit that its file could not take; the store has them")
-    ]
 
-    @property
-    def members(self) -> tuple[RankView, ...]:
-        """Ranks that serve, so that they should report."""
-        return tuple(view for view in self.ranks if view.phase not in ABSENT)
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The verdict, and a part for each question; ``document.py`` has its form as one object."""
+
+    verdict: Annotated[Grade, Meaning("stopped, blind, degraded or serving", example="serving")]
+    reason: Annotated[str, Meaning("reason of the verdict, in one sentence")]
+    problems: Annotated[
+        tuple[str, ...], Meaning("all that is wrong, the worst first; empty: nothing is wrong")
+    ]
+    store: StoreState
+    start: StartState
+    group: GroupState
+    progress: ProgressState
+    processes: ProcessesState
+    load: LoadState
+    plans: PlanState
+    moved: MovedState
+    orders: OrderState
 
 
 @dataclass(frozen=True)

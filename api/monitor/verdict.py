@@ -94,53 +94,53 @@ def _severity(finding: Symptom) -> tuple[bool, int]:
 def _notes(state: State, *, is_serving: bool) -> Iterator[str]:
     """What an operator wants to know beside the worst that is wrong."""
     if is_serving:
-        yield f"{counted(len(state.members), 'rank', 'serve')}, at step {state.step}"
+        yield f"{counted(len(state.group.members), 'rank', 'serve')}, at step {state.group.step}"
     until = ""
-    if state.until is not None:
-        until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.until))
-    if state.controller.compiling:
-        yield state.controller.compiling
-    if not state.movement:
+    if state.orders.until is not None:
+        until = time.strftime(" until %Y-%m-%d %H:%M:%SZ", time.gmtime(state.orders.until))
+    if state.processes.controller.compiling:
+        yield state.processes.controller.compiling
+    if not state.orders.movement:
         yield f"movement is off{until}{_who(state)}"
-    if state.observe:
+    if state.orders.observe:
         yield "observe is on"
-    if state.stage not in ("", "all"):
-        yield f"stage {state.stage}"
-    if state.open_proposals:
-        yield f"{counted(state.open_proposals, 'proposal', 'wait')} for a decision"
-    ranks = state.membership
+    if state.orders.stage not in ("", "all"):
+        yield f"stage {state.orders.stage}"
+    if state.orders.open_proposals:
+        yield f"{counted(state.orders.open_proposals, 'proposal', 'wait')} for a decision"
+    ranks = state.group.membership
     if ranks is not None and (change := ranks.operation) is not None and not change.ended:
         end = "" if ranks.left_s is None else f", fails in {ranks.left_s:.0f} s"
         yield f"operation {change.id} on the ranks{end}, {ranks.phase}: {ranks.waits}"
     for cordon, name in ((Cordon.CORDON, "cordoned"), (Cordon.DRAIN, "drained")):
-        if views := [view for view in state.ranks if view.cordon is cordon]:
+        if views := [view for view in state.group.ranks if view.cordon is cordon]:
             yield f"{name} by order: {named_ranks(_numbers(views))}"
     yield from (one.text for one in _clocks(state))
 
 
 def _who(state: State) -> str:
     """Who switched movement off and why, where an operator did."""
-    if state.switched is None:
+    if state.orders.switched is None:
         return ""
-    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(state.switched.time))
-    by = f" by {state.switched.by}" if state.switched.by else ""
-    return f" since {at}{by}: {state.switched.reason}"
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(state.orders.switched.time))
+    by = f" by {state.orders.switched.by}" if state.orders.switched.by else ""
+    return f" since {at}{by}: {state.orders.switched.reason}"
 
 
 def _findings(seen: Reading) -> Iterator[Symptom]:
     state = seen.state
-    if state.unread:
-        yield Symptom("store-unread", Grade.BLIND, state.unread)
+    if state.store.unread:
+        yield Symptom("store-unread", Grade.BLIND, state.store.unread)
     if not seen.is_read:
         yield from _processes(state)
         return
-    if state.groups:
-        groups = ", ".join(state.groups)
+    if state.store.groups:
+        groups = ", ".join(state.store.groups)
         yield Symptom(
             "no-run", Grade.BLIND, f"its EP groups are deployments of their own: {groups}"
         )
         return
-    if state.run is None:
+    if state.start.run is None:
         yield Symptom("no-run", Grade.BLIND, "no run has begun, expected one")
     else:
         # Ranks that were stopped on purpose are silent, and that is all right.
@@ -149,24 +149,25 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
         yield from _tokens(seen)
         yield from () if is_over else _progress(state)
     # A lease could not be renewed while the store did not answer or was full.
-    if state.controller.why_none and seen.answered_s > LEAST_SILENCE_S:
-        yield _leaderless(state.controller)
-    if state.uncounted_ranks:
+    if state.processes.controller.why_none and seen.answered_s > LEAST_SILENCE_S:
+        yield _leaderless(state.processes.controller)
+    if state.load.uncounted_ranks:
         yield Symptom(
             "rank-uncounted",
             Grade.DEGRADED,
-            f"{named_ranks(state.uncounted_ranks)}: the counters stay at zero while those of other "
-            "ranks grow, expected tokens for the experts held there: the dispatcher does not count",
+            f"{named_ranks(state.load.uncounted_ranks)}: the counters stay at zero while those of "
+            "other ranks grow, expected tokens for the experts held there: the dispatcher does not "
+            "count",
             is_ready=True,
-            ranks=state.uncounted_ranks,
+            ranks=state.load.uncounted_ranks,
         )
-    if state.engine_plans:
-        text = f"the engine's own balancer plans, expected its plug-in: {state.engine_plans}"
+    if state.plans.engine_plans:
+        text = f"the engine's own balancer plans, expected its plug-in: {state.plans.engine_plans}"
         yield Symptom("engine-plans", Grade.DEGRADED, text, is_ready=True)
     yield from _processes(state)
     yield from _launchers(state)
     yield from _waits(seen)
-    if frozen := [view for view in state.ranks if view.frozen]:
+    if frozen := [view for view in state.group.ranks if view.frozen]:
         text = f"rank {frozen[0].rank} has migrations disabled: {frozen[0].frozen}"
         yield Symptom("rank-frozen", Grade.DEGRADED, text, ranks=_numbers(frozen))
     yield from _disk(state)
@@ -176,30 +177,30 @@ def _findings(seen: Reading) -> Iterator[Symptom]:
 
 def _end(state: State) -> Death | None:
     """The latest end of ranks; a planned one is of one host: it counts once no member serves."""
-    end = state.death
+    end = state.group.death
     if end is None or not end.is_planned:
         return end
-    is_over = all(view.has_ended or not view.is_alive for view in state.members)
-    return end if is_over and end.time > (state.started or 0.0) else None
+    is_over = all(view.has_ended or not view.is_alive for view in state.group.members)
+    return end if is_over and end.time > (state.start.started or 0.0) else None
 
 
 def _disk(state: State) -> Iterator[Symptom]:
-    if state.store_full:
+    if state.store.store_full:
         text = (
             f"the store takes no changes, so nothing that ranks report since is known here: "
-            f"{state.store_full}"
+            f"{state.store.store_full}"
         )
         yield Symptom("store-full", Grade.DEGRADED, text, is_ready=True)
-    if state.free_bytes is not None and state.free_bytes < LEAST_FREE_BYTES:
+    if state.store.free_bytes is not None and state.store.free_bytes < LEAST_FREE_BYTES:
         text = (
-            f"the disk of the state folder is full: found {state.free_bytes / 1e6:.1f} MB free, "
-            f"expected {LEAST_FREE_BYTES / 1e6:g} MB; of all changes only a pause is possible"
+            f"the disk of the state folder is full: found {state.store.free_bytes / 1e6:.1f} MB "
+            f"free, expected {LEAST_FREE_BYTES / 1e6:g} MB; of all changes only a pause is possible"
         )
         yield Symptom("disk-full", Grade.DEGRADED, text, is_ready=True)
-    if state.audit_waiting:
+    if state.store.audit_waiting:
         text = (
-            f"{state.audit_waiting} lines of the audit wait in the store, expected none: its file "
-            "cannot be written (eplb_audit_waiting)"
+            f"{state.store.audit_waiting} lines of the audit wait in the store, expected none: its "
+            "file cannot be written (eplb_audit_waiting)"
         )
         yield Symptom("audit-waits", Grade.DEGRADED, text, is_ready=True)
 
@@ -215,7 +216,7 @@ def _leaderless(found: Leadership) -> Symptom:
 
 def _clocks(state: State) -> Iterator[Symptom]:
     """Clocks of ranks that are off: ages, load and plans go by the store's."""
-    if off := [view for view in state.ranks if abs(view.ahead_s) > CLOCK_TOLERANCE_S]:
+    if off := [view for view in state.group.ranks if abs(view.ahead_s) > CLOCK_TOLERANCE_S]:
         most_s = max((view.ahead_s for view in off), key=abs)
         side = "ahead of" if most_s > 0 else "behind"
         text = (
@@ -227,7 +228,7 @@ def _clocks(state: State) -> Iterator[Symptom]:
 
 def _unheard(seen: Reading) -> Iterator[Symptom]:
     """Ranks that did not report since the store answers again: they serve, or died meanwhile."""
-    members = seen.state.members
+    members = seen.state.group.members
     unheard = [view for view in members if view.is_alive and _is_old(view)]
     if unheard:
         text = (
@@ -246,8 +247,8 @@ def _is_old(view: RankView) -> bool:
 def _ranks(seen: Reading) -> Iterator[Symptom]:
     state = seen.state
     yield from _clocks(state)
-    if gone := tuple(view.rank for view in state.ranks if view.phase == GONE):
-        num_ranks = len(state.members)
+    if gone := tuple(view.rank for view in state.group.ranks if view.phase == GONE):
+        num_ranks = len(state.group.members)
         yield Symptom(
             "rank-gone",
             Grade.DEGRADED,
@@ -255,14 +256,14 @@ def _ranks(seen: Reading) -> Iterator[Symptom]:
             "until they join again or all ranks are started",
             ranks=gone,
             is_ready=True,
-            since=state.started,
+            since=state.start.started,
         )
-    if not state.store_full:
+    if not state.store.store_full:
         yield from _unheard(seen)
-    if not state.silent_ranks:
+    if not state.group.silent_ranks:
         return
-    silent = [view for view in state.ranks if view.rank in state.silent_ranks]
-    if len(silent) == len(state.members) and all(view.has_ended for view in silent):
+    silent = [view for view in state.group.ranks if view.rank in state.group.silent_ranks]
+    if len(silent) == len(state.group.members) and all(view.has_ended for view in silent):
         text = f"all {len(silent)} ranks ended as they were asked, expected ranks that serve"
         since = _oldest(state, silent)
         yield Symptom("rank-silent", Grade.STOPPED, text, ranks=_numbers(silent), since=since)
@@ -270,9 +271,9 @@ def _ranks(seen: Reading) -> Iterator[Symptom]:
     limit_s = max(view.silent_after_s for view in silent)
     yield Symptom(
         "rank-silent",
-        Grade.BLIND if len(silent) == len(state.members) else Grade.DEGRADED,
-        f"silent ranks: {spans(_numbers(silent))}, expected a report from all {len(state.members)} "
-        f"within {limit_s:g} s",
+        Grade.BLIND if len(silent) == len(state.group.members) else Grade.DEGRADED,
+        f"silent ranks: {spans(_numbers(silent))}, expected a report from all "
+        f"{len(state.group.members)} within {limit_s:g} s",
         ranks=_numbers(silent),
         since=_oldest(state, silent),
     )
@@ -285,47 +286,53 @@ def _numbers(views: list[RankView]) -> tuple[int, ...]:
 def _oldest(state: State, silent: list[RankView]) -> float | None:
     """Time of the oldest of their reports; None: one of them never reported."""
     ages = [view.age_s for view in silent if view.age_s is not None]
-    return state.time - max(ages) if len(ages) == len(silent) else None
+    return state.store.time - max(ages) if len(ages) == len(silent) else None
 
 
 def _tokens(seen: Reading) -> Iterator[Symptom]:
     """Tokens, by the samples of the ranks; every age counts from the last one of any run."""
-    state, every_s = seen.state, seen.state.sample_every_s
+    state, every_s = seen.state, seen.state.load.sample_every_s
     limit_s = tokens_due_s(every_s)
-    last, begun = state.token_time or 0.0, state.started or 0.0
+    last, begun = state.load.token_time or 0.0, state.start.started or 0.0
     death = end if (end := _end(state)) is not None and end.time > last else None
     is_new = begun > max(last, death.time if death else 0.0)  # started again, and no token since
     # Steps just after the last token are those that its sample did not count yet.
-    step_age_s = inf if state.step_age_s is None else state.step_age_s
-    has_steps = step_age_s <= min(STALLED_AFTER_S, state.time - last - INTERVALS * every_s)
+    step_age_s = inf if state.progress.step_age_s is None else state.progress.step_age_s
+    has_steps = step_age_s <= min(STALLED_AFTER_S, state.store.time - last - INTERVALS * every_s)
     # Ranks that join or leave as planned begin a run of their own, and serve on.
-    is_start = state.run is not None and state.run == start_of(state.run)
+    is_start = state.start.run is not None and state.start.run == start_of(state.start.run)
     if death is not None or (is_new and last and is_start):
-        why = death.text if death else f"the ranks were started {state.time - begun:.0f} s ago"
+        why = (
+            death.text if death else f"the ranks were started {state.store.time - begun:.0f} s ago"
+        )
         since = last or (death.time if death else begun)
-        is_idle = is_new and has_steps and state.time - begun > limit_s
+        is_idle = is_new and has_steps and state.store.time - begun > limit_s
         yield Symptom(
             "no-tokens",
             Grade.BLIND if is_idle else Grade.STOPPED,
-            f"no token for {state.time - since:.0f} s: {why}"
+            f"no token for {state.store.time - since:.0f} s: {why}"
             + ("; steps advance since: no request came, or counters are missing" * is_idle),
             is_ready=is_new,
             since=since,
         )
         return
-    if len(state.silent_ranks) == len(state.members):
+    if len(state.group.silent_ranks) == len(state.group.members):
         return  # what they do not report cannot be judged, and that is a finding already
-    if state.token_time is None:
-        age_s = state.time - (state.started or state.time)
-        what = "no token was counted" if state.sample_age_s is not None else "no load was reported"
+    if state.load.token_time is None:
+        age_s = state.store.time - (state.start.started or state.store.time)
+        what = (
+            "no token was counted"
+            if state.load.sample_age_s is not None
+            else "no load was reported"
+        )
         text = (
             f"{what} since the run began {age_s:.0f} s ago, expected within {limit_s:g} s: "
             "no request came, or the dispatcher does not count"
         )
         grade = Grade.DEGRADED if age_s <= limit_s else Grade.BLIND
-        yield Symptom("no-tokens", grade, text, is_ready=True, since=state.started)
+        yield Symptom("no-tokens", grade, text, is_ready=True, since=state.start.started)
         return
-    age_s = state.time - state.token_time
+    age_s = state.store.time - state.load.token_time
     if min(age_s, seen.answered_s) <= limit_s:
         return
     late = f"no token for {age_s:.0f} s, expected within {limit_s:g} s"
@@ -334,23 +341,23 @@ def _tokens(seen: Reading) -> Iterator[Symptom]:
         grade = Grade.BLIND
     else:
         grade, text = Grade.STOPPED, f"{late}; no step was seen either"
-    yield Symptom("no-tokens", grade, text, is_ready=True, since=state.token_time)
+    yield Symptom("no-tokens", grade, text, is_ready=True, since=state.load.token_time)
 
 
 def _progress(state: State) -> Iterator[Symptom]:
-    age_s = state.progress_age_s
+    age_s = state.progress.progress_age_s
     if age_s is None or age_s <= STALLED_AFTER_S:
         return
     text = f"no progress for {age_s:.1f} s, expected at most {STALLED_AFTER_S:g} s"
     # A rank that hangs in its step holds all others up; another thread holds migrations up.
-    is_stop = state.progress_thread == STEP_THREAD and not state.silent_ranks
+    is_stop = state.progress.progress_thread == STEP_THREAD and not state.group.silent_ranks
     grade = Grade.STOPPED if is_stop else Grade.DEGRADED
-    what = f"{text}: {state.progress_of}"
-    yield Symptom("no-progress", grade, what, since=state.time - age_s)
+    what = f"{text}: {state.progress.progress_of}"
+    yield Symptom("no-progress", grade, what, since=state.store.time - age_s)
 
 
 def _processes(state: State) -> Iterator[Symptom]:
-    for one in state.supervision.processes:
+    for one in state.processes.supervision.processes:
         if one.state is ProcessState.DEGRADED:
             text = f"{one.name} is down, beyond its restart budget: {one.reason}"
             yield Symptom("process-down", Grade.DEGRADED, text, subject=one.name)
@@ -366,7 +373,7 @@ def _processes(state: State) -> Iterator[Symptom]:
             what = f"{text}: it hangs or is not running"
             # An end is known by the heartbeat, and ranks serve without the process.
             is_ready = one.state is ProcessState.DOWN
-            since = state.time - one.report_age_s
+            since = state.store.time - one.report_age_s
             yield Symptom(
                 "process-down", Grade.DEGRADED, what, is_ready, subject=one.name, since=since
             )
@@ -374,7 +381,7 @@ def _processes(state: State) -> Iterator[Symptom]:
 
 def _launchers(state: State) -> Iterator[Symptom]:
     """Launchers that have exited without an order, and their ranks with them."""
-    launchers = [one for one in state.supervision.processes if one.kind == LAUNCHER]
+    launchers = [one for one in state.processes.supervision.processes if one.kind == LAUNCHER]
     exited = [one for one in launchers if one.has_exited]
     if exited and len(exited) == len(launchers):
         text = f"{exited[0].name} has exited, and its ranks with it: start eplb launch again"
@@ -384,7 +391,7 @@ def _launchers(state: State) -> Iterator[Symptom]:
 def _waits(seen: Reading) -> Iterator[Symptom]:
     """Launchers whose ranks cannot start yet, by what they reported last; none once tokens come."""
     state = seen.state
-    after = max(state.token_time or 0.0, state.time - WAITING_SHOWN_S)
+    after = max(state.load.token_time or 0.0, state.store.time - WAITING_SHOWN_S)
     waiting = ((event.time, event.fact) for event in seen.events if event.kind == WAITING)
     latest = {its.host: (at, its.message) for at, its in waiting if isinstance(its, OfHost)}
     for host, (at, text) in latest.items():
@@ -398,13 +405,13 @@ def _unbalanced(seen: Reading) -> Iterator[Symptom]:
     scores = [one for one in reversed(seen.series) if one.is_complete and one.measured is not None]
     above = list(takewhile(lambda one: (one.measured or 0.0) > UNBALANCED, scores))
     since = above[-1].time if above else None
-    if since is None or seen.state.time - since < UNBALANCED_S:
+    if since is None or seen.state.store.time - since < UNBALANCED_S:
         return
     yield Symptom(
         "unbalanced",
         Grade.SERVING,
         f"imbalance is {above[0].measured:.2f}, and above {UNBALANCED:.2f} for "
-        f"{seen.state.time - since:.0f} s: see the reason of the last decision",
+        f"{seen.state.store.time - since:.0f} s: see the reason of the last decision",
         is_ready=True,
         since=since,
     )
@@ -420,7 +427,7 @@ def _failures(seen: Reading) -> Iterator[Symptom]:
         and end.plan_id > 0
         and OUTCOME_OF_EVENT[event.kind] != "committed"
         and end.reason != SWITCHED_OFF
-        and seen.state.time - event.time <= FAILED_S
+        and seen.state.store.time - event.time <= FAILED_S
     ]
     if len(failed) > FAILED:
         text = (

@@ -120,12 +120,12 @@ def _line(one: AdminService, *, is_default: bool) -> DeploymentLine:
         verdict=state.verdict,
         reason=state.reason,
         problems=list(state.problems),
-        run=state.run,
-        step=state.step,
-        generation=state.generation,
-        num_ranks=len(state.ranks),
-        imbalance=state.last_score.measured if state.last_score else None,
-        movement=state.movement,
+        run=state.start.run,
+        step=state.group.step,
+        generation=state.plans.generation,
+        num_ranks=len(state.group.ranks),
+        imbalance=state.load.last_score.measured if state.load.last_score else None,
+        movement=state.orders.movement,
     )
 
 

@@ -29,8 +29,9 @@ from api.http.problems import ProblemType, Refused
 from api.http.service import AdminService
 from api.monitor import KEPT_SCORES, KEPT_WINDOWS
 from api.monitor.anomalies import Anomaly
+from api.monitor.document import StateDocument, document_of
 from api.monitor.scores import heat_of
-from api.monitor.state import DecisionRecord, Heat, State
+from api.monitor.state import DecisionRecord, Heat
 from api.operations.commands import Answer, Ask, command
 from api.terminal.printing import TIME_OR_AGE, cell, listing, more, time_of
 from eplb.clock import duration_text
@@ -54,16 +55,17 @@ def once_a_reading(
     return Response(made, media_type="application/json")
 
 
-STATE, HEAT = TypeAdapter(State), TypeAdapter(Heat)
+STATE, HEAT = TypeAdapter(StateDocument), TypeAdapter(Heat)
 IMBALANCE, HISTORY = TypeAdapter(Imbalance), TypeAdapter(ImbalanceHistory)
 
 
-@reads.get("/state", response_model=State)
+@reads.get("/state", response_model=StateDocument)
 def state(service: Service) -> Response:
     """State of the deployment. The verdict and its reasons; ranks, controller, migration,
     decisions, switches.
     """
-    return once_a_reading(service, "state", STATE, lambda: service.reader.reading().state)
+    reader = service.reader
+    return once_a_reading(service, "state", STATE, lambda: document_of(reader.reading().state))
 
 
 @reads.get("/heat", response_model=Heat)
@@ -169,7 +171,7 @@ def drift(service: Service) -> LoadDrift:
     on, by layer.
     """
     seen = service.reader.reading()
-    found, generation = service.monitor.drift(seen), seen.state.generation
+    found, generation = service.monitor.drift(seen), seen.state.plans.generation
     if found is None:
         return LoadDrift(generation)
     return LoadDrift(generation, found.overall, found.per_layer.tolist(), found.noise)
@@ -188,7 +190,7 @@ def history(
     """
 
     def make() -> ImbalanceHistory:
-        until, monitor = service.reader.reading().state.time, service.monitor
+        until, monitor = service.reader.reading().state.store.time, service.monitor
         since = until - seconds
         found = monitor.points(since, until, points)
         return ImbalanceHistory(since, until, found, monitor.history_marks(since, until))
@@ -224,8 +226,8 @@ def plan(service: Service) -> PlanAnswer:
     decision.
     """
     state = service.reader.reading().state
-    last = state.decisions[-1] if state.decisions else None
-    migration, progress = service.store.published(), state.migration
+    last = state.plans.decisions[-1] if state.plans.decisions else None
+    migration, progress = service.store.published(), state.plans.migration
     # It may have closed between the two reads: then there is none to show.
     if migration is None or progress is None or migration.plan_id != progress.plan_id:
         return PlanAnswer(None, last)

@@ -124,18 +124,17 @@ class PlainLines:
     def new(self, seen: Look) -> Iterator[str]:
         """Give the lines that a look adds."""
         state = seen.state
-        if state.run != self._run:
-            self._run, self._last_window = state.run, -1
-            sizes = f"{counted(len(state.ranks), 'rank')}, {counted(state.num_layers, 'layer')}"
-            yield (
-                f"run {state.run}: {sizes} x {state.num_experts} experts in {state.num_slots} slots"
-            )
+        if state.start.run != self._run:
+            self._run, self._last_window = state.start.run, -1
+            start, ranks = state.start, counted(len(state.group.ranks), "rank")
+            sizes = f"{ranks}, {counted(start.num_layers, 'layer')} x {start.num_experts} experts"
+            yield f"run {start.run}: {sizes} in {start.num_slots} slots"
         for score in seen.windows:
             if score.index > self._last_window:
                 self._last_window = score.index
                 yield window_line(score)
         for event in seen.events:
-            is_of_this_run = state.started is not None and event.time >= state.started
+            is_of_this_run = state.start.started is not None and event.time >= state.start.started
             if is_of_this_run and event.id > self._last_event:
                 self._last_event = event.id
                 yield from event_lines(event)

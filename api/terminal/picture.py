@@ -76,20 +76,20 @@ def render(seen: Look, width: int = 100, height: int = 30) -> RenderableType:
     state = seen.state
     head = [*_verdict(state, width), _header(state), _switches(state), *_operation(state)]
     head += _anomalies(seen)
-    if state.run is None:
+    if state.start.run is None:
         waiting = "No run has begun: waiting for ranks to report."
-        below = [f"eplb top --deployment {name}" for name in state.groups] or [waiting]
+        below = [f"eplb top --deployment {name}" for name in state.store.groups] or [waiting]
         return Group(*_printable([*head, *(Text(f" {one}", style=QUIET) for one in below)]))
     plot = _plot(seen, width)
     tail = [_migration(state, width), _pace(state), _bytes(state)]
     # Three rows stand between the parts; the heatmap gives way to one decision at least.
     times = _times(state, width)
     used = len(head) + len(times) + len(plot) + len(tail) + 3
-    num_decisions = min(4, max(1, height - used - state.num_layers - 2))
+    num_decisions = min(4, max(1, height - used - state.start.num_layers - 2))
     heat = _heatmap(seen.heat, state, width, height - used - num_decisions)
     blank = Text()
     parts = [*head, blank, *heat, *times, LEGEND.copy(), *plot, blank, *tail]
-    for decision in reversed(state.decisions[-num_decisions:]):
+    for decision in reversed(state.plans.decisions[-num_decisions:]):
         style = DECISION_STYLE.get(decision.decision, "")
         shown = (f"{decision.decision:^9}", style)
         parts.append(Text.assemble(" ", shown, "  ", decision.reason))
@@ -115,15 +115,15 @@ def _verdict(state: State, width: int) -> list[Text]:
 
 def _header(state: State) -> Text:
     line = Text.assemble(
-        (f" {state.deployment} ", "bold black on cyan"),
+        (f" {state.store.deployment} ", "bold black on cyan"),
         "  generation ",
-        (str("none" if state.generation is None else state.generation), "bold"),
+        (str("none" if state.plans.generation is None else state.plans.generation), "bold"),
         "  step ",
-        (f"{state.step:,}", "bold"),
+        (f"{state.group.step:,}", "bold"),
         "  phase ",
-        (state.phase, f"bold {ACCENT}" if state.phase != "idle" else "bold"),
+        (state.plans.phase, f"bold {ACCENT}" if state.plans.phase != "idle" else "bold"),
     )
-    score = state.last_score
+    score = state.load.last_score
     if score is not None and score.measured is not None and score.contiguous is not None:
         line.append("  imbalance ").append(f"{score.measured:.2f}", "bold")
         line.append(f" (unbalanced {score.contiguous:.2f})", QUIET)
@@ -133,23 +133,27 @@ def _header(state: State) -> Text:
 
 
 def _switches(state: State) -> Text:
-    num_alive = sum(view.is_alive for view in state.ranks)
+    ranks = state.group.ranks
+    num_alive = sum(view.is_alive for view in ranks)
     line = Text.assemble(
         " movement ",
-        ("on", GOOD) if state.movement else ("OFF", BAD),
+        ("on", GOOD) if state.orders.movement else ("OFF", BAD),
         "  observe ",
-        ("ON", BAD) if state.observe else ("off", QUIET),
-        f"  ranks {num_alive} of {sum(one.phase not in (RETIRED, JOINING) for one in state.ranks)}",
-        f"  samples {state.samples_stored:,} stored, {state.samples_lost} lost",
+        ("ON", BAD) if state.orders.observe else ("off", QUIET),
+        f"  ranks {num_alive} of {sum(one.phase not in (RETIRED, JOINING) for one in ranks)}",
+        f"  samples {state.load.samples_stored:,} stored, {state.load.samples_lost} lost",
     )
-    if state.silent_ranks:
-        line.append(f"  silent: {', '.join(map(str, state.silent_ranks))}", BAD)
+    ended = [view.rank for view in ranks if view.has_ended]
+    if silent := [rank for rank in state.group.silent_ranks if rank not in ended]:
+        line.append(f"  silent: {', '.join(map(str, silent))}", BAD)
+    if ended:
+        line.append(f"  ended: {', '.join(map(str, ended))}", QUIET)
     return line
 
 
 def _operation(state: State) -> Iterator[Text]:
     """The open operation on the ranks, and what it waits for."""
-    ranks = state.membership
+    ranks = state.group.membership
     if ranks is None or ranks.operation is None or ranks.operation.ended:
         return
     line = Text.assemble(" operation ", (ranks.operation.id, "bold"), "  ", (ranks.phase, ACCENT))
@@ -168,7 +172,7 @@ def _anomalies(seen: Look) -> Iterator[Text]:
     ]
     for one in shown[:MOST_ANOMALIES]:
         style = SEVERITY_STYLE[one.severity]
-        since = "now" if one.until is None else f"{in_time(state.time - one.until)} ago"
+        since = "now" if one.until is None else f"{in_time(state.store.time - one.until)} ago"
         yield Text.assemble(f" {since:>8} ", (f"{one.severity}", style), f"  {one.text}")
 
 
@@ -192,8 +196,8 @@ def _heatmap(heat: Heat, state: State, width: int, num_rows: int) -> list[Text]:
     ranks = "".join(name.format(rank)[-cell:].center(cell) for rank in range(num_ranks))
     lines = [Text(f" {'layer':>6} {ranks}", style=QUIET, no_wrap=True)]
     shown = num_layers if num_layers < num_rows else max(1, num_rows - 2)
-    absent = [view.phase in ABSENT for view in state.ranks]
-    for layer, row in zip(state.layer_ids, heat.ranks[:shown], strict=False):
+    absent = [view.phase in ABSENT for view in state.group.ranks]
+    for layer, row in zip(state.start.layer_ids, heat.ranks[:shown], strict=False):
         line = Text(f" {layer:>6} ", style=QUIET, no_wrap=True)
         for number, ratio in enumerate(row or (None,) * num_ranks):
             if ratio is None or absent[number]:
@@ -214,17 +218,19 @@ def _columns(width: int, num_ranks: int) -> int:
 
 def _times(state: State, width: int) -> list[Text]:
     """Time of a step and wait for others, of each rank or, in narrow columns, of the slowest."""
-    steps = [view.step_ms for view in state.ranks if view.step_ms is not None]
+    steps = [view.step_ms for view in state.group.ranks if view.step_ms is not None]
     if not steps:
         return []
-    cell = _columns(width, len(state.ranks))
+    cell = _columns(width, len(state.group.ranks))
     if cell < 5:
-        waits = sorted((one.wait_ms, one.rank) for one in state.ranks if one.wait_ms is not None)
+        waits = sorted(
+            (one.wait_ms, one.rank) for one in state.group.ranks if one.wait_ms is not None
+        )
         least = [f"; rank {rank} waits least: {wait_ms:.1f} ms" for wait_ms, rank in waits[:1]]
         return [Text("".join([f" step {median(steps):.1f} ms", *least]))]
     rows = {
-        "step ms": [view.step_ms for view in state.ranks],
-        "wait ms": [view.wait_ms for view in state.ranks],
+        "step ms": [view.step_ms for view in state.group.ranks],
+        "wait ms": [view.wait_ms for view in state.group.ranks],
     }
     lines = []
     for name, figures in rows.items():
@@ -295,14 +301,14 @@ def _mark_row(seen: Look, scores: list[WindowScore], columns: int) -> Text:
 
 
 def _migration(state: State, width: int) -> Text:
-    open_one = state.migration
+    open_one = state.plans.migration
     if open_one is None:
         return Text(" migration  none is open", style=QUIET)
     size = max(10, width - 70)
     full = round(size * open_one.fraction)
     return Text.assemble(
         f" migration  plan {open_one.plan_id}: ",
-        (f"{state.phase:<8}", f"bold {ACCENT}"),
+        (f"{state.plans.phase:<8}", f"bold {ACCENT}"),
         ("━" * full, ACCENT),
         ("━" * (size - full), QUIET),
         f"  {open_one.applied}/{open_one.num_transactions} transactions serve, "
@@ -311,12 +317,14 @@ def _migration(state: State, width: int) -> Text:
 
 
 def _pace(state: State) -> Text:
-    return Text.assemble(" pace  ", (state.pace.text, "" if state.pace.part == 1 else ACCENT))
+    return Text.assemble(
+        " pace  ", (state.plans.pace.text, "" if state.plans.pace.part == 1 else ACCENT)
+    )
 
 
 def _bytes(state: State) -> Text:
-    line = Text(f" moved {counted(state.experts_moved, 'expert')}  ")
-    for source, count in state.bytes_by_source.items():
+    line = Text(f" moved {counted(state.moved.experts_moved, 'expert')}  ")
+    for source, count in state.moved.bytes_by_source.items():
         if not count:
             continue
         line.append(f"{source.replace('_', ' ')} ", QUIET).append(f"{in_units(count)}  ")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from api.monitor.document import ORDER, document_of, state_in
 from api.monitor.monitor import Monitor
-from api.monitor.state import Reading, State
+from api.monitor.state import Reading
 from api.monitor.verdict import judged
 from telemetry.state.store import StateStore
-
-_OF_STATE = {field.name for field in fields(State)}
 
 
 def read(store: StateStore, now: float | None = None) -> Reading:
@@ -26,9 +25,9 @@ def changed(seen: Reading, **changes: Any) -> Reading:
     if "ranks" in changes:
         silent = tuple(view.rank for view in changes["ranks"] if not view.is_alive)
         changes.setdefault("silent_ranks", silent)
-    of_state = {name: value for name, value in changes.items() if name in _OF_STATE}
-    others = {name: value for name, value in changes.items() if name not in _OF_STATE}
-    state = replace(seen.state, **of_state)
-    if state.token_time is not None:
-        state = replace(state, token_age_s=state.time - state.token_time)
-    return judged(replace(seen, state=state, **others))
+    of_state = {name: value for name, value in changes.items() if name in ORDER}
+    others = {name: value for name, value in changes.items() if name not in ORDER}
+    document = replace(document_of(seen.state), **of_state)
+    if document.token_time is not None:
+        document = replace(document, token_age_s=document.time - document.token_time)
+    return judged(replace(seen, state=state_in(document), **others))

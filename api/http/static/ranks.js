@@ -39,7 +39,7 @@ export function showRanks(state, heat) {
     node.line = one;
     text(cells[1], one.node);
     set(cells[2].firstChild, { class: name === "open" ? "tag" : `tag ${name === "gone" ? "silent" : name}`, title: rank.frozen });
-    text(cells[2].firstChild, rank.is_alive || one.state === "open" || ABSENT.includes(name) ? name : `silent, ${one.state}`);
+    text(cells[2].firstChild, rank.is_alive || rank.has_ended || one.state === "open" || ABSENT.includes(name) ? name : `silent, ${one.state}`);
     text(cells[3], rank.age_s === null ? "never" : ago(rank.age_s));
     text(cells[4], load === null ? "–" : load[one.rank].toFixed(2));
     for (const [cell, ms] of [[5, rank.step_ms], [6, rank.wait_ms]]) text(cells[cell], ms === null ? "–" : `${ms.toFixed(1)} ms`);
@@ -57,7 +57,7 @@ export function showRanks(state, heat) {
   });
 }
 
-const nameOf = (rank, { state }) => (ABSENT.includes(rank.phase) ? rank.phase : !rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
+const nameOf = (rank, { state }) => (ABSENT.includes(rank.phase) ? rank.phase : rank.has_ended ? "ended" : !rank.is_alive ? "silent" : rank.frozen ? "frozen" : state);
 
 // Which ranks serve and should, where these are not all, and the latest operation on them.
 export function membersOf({ ranks, membership }) {

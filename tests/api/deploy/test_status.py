@@ -30,7 +30,7 @@ from telemetry import open_store
 from telemetry.state.events import COMPILE
 from telemetry.state.live import Control
 from telemetry.state.proposals import Content, Proposal
-from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
+from telemetry.state.runs import HAS_ENDED, REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
@@ -105,6 +105,28 @@ def test_deployment_that_serves_has_status_0_and_shows_its_leader(
     assert f"versions   ranks: {ours}; controller: a version not announced" in shown
     assert shown.startswith("serving: 2 ranks serve, at step 7\n")
     assert short == (0, "serving: 2 ranks serve, at step 7\n")
+
+
+def test_status_after_a_regular_stop_says_that_ranks_ended_with_a_plan(
+    tmp_path: Path, store: StateStore
+) -> None:
+    store.publish(build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id()))
+    for rank in range(2):
+        detail = {REPORT_EVERY_S: 1.0, HAS_ENDED: True}
+        ended = RankState("a", rank, time.time() - 60, 7, 1, "idle", 0, 0, 1, 0, detail=detail)
+        store.report(ended)
+
+    shown = run(tmp_path, "--verbose")[1]
+    picture = CliRunner().invoke(
+        app, ["top", "--once", "--store", f"{tmp_path}/store.sqlite", "--deployment", "west"]
+    )
+
+    assert "migration  plan 1: 2 moves, open when the ranks ended" in shown
+    assert "members    0 ranks serve, 2 wanted" in shown
+    assert re.search(r"^0 +0 +ended ", shown, re.MULTILINE), shown
+    assert "silent" not in shown
+    assert "ended: 0, 1" in picture.output
+    assert "silent" not in picture.output
 
 
 def test_first_lines_say_who_paused_what_waits_and_why_nothing_moved(

@@ -40,7 +40,7 @@ def at(now: float, **changes: Any) -> Reading:
 
 
 def silent(now: float, *, number: int = 1, since: float = NOW - 12, **changes: Any) -> Reading:
-    ranks = list(SERVES.state.ranks)
+    ranks = list(SERVES.state.group.ranks)
     ranks[number] = replace(ranks[number], is_alive=False, age_s=now - since)
     return at(now, ranks=tuple(ranks), **changes)
 
@@ -76,6 +76,36 @@ def test_silent_rank_is_open_since_its_last_report_and_ends_when_it_reports() ->
     assert event.since == event.until == NOW - 11
     assert (same.id, same.since, same.events) == (first.id, NOW - 12, (4,))
     assert (ended.id, ended.until) == (first.id, NOW + 9)
+
+
+def unheard(now: float) -> Reading:
+    """Of a run that has just begun: its ranks have not reported yet."""
+    ranks = tuple(RankView(rank, 0, 0, "silent", False, None, None, "") for rank in range(2))
+    begun = {"ranks": ranks, "started": NOW, "token_time": None, "sample_age_s": None}
+    return at(now, **begun, progress_age_s=None)
+
+
+def test_ranks_that_report_soon_after_a_start_are_no_anomaly() -> None:
+    log, ranks = AnomalyLog(), SERVES.state.group.ranks
+    first = {"started": NOW, "token_time": None, "sample_age_s": None}
+
+    assert [one.kind for one in unheard(NOW + 1).findings] == ["rank-silent"]
+    assert noted(log, unheard(NOW + 1)) == noted(log, unheard(NOW + 9)) == []
+    reported = at(NOW + 10, ranks=ranks, **first)
+    assert [one.kind for one in reported.findings] == ["no-tokens"]
+    assert noted(log, reported) == noted(log, at(NOW + 11)) == []
+    assert noted(log, unheard(NOW + 20)) == []  # of the next change: counted anew
+
+
+def test_ranks_that_never_report_are_an_anomaly_since_they_were_looked_for() -> None:
+    log = AnomalyLog()
+    noted(log, unheard(NOW + 1))
+
+    (found,) = noted(log, unheard(NOW + 12))
+    (same,) = noted(log, unheard(NOW + 13))
+
+    assert (found.kind, found.severity, found.since) == ("rank-silent", "critical", NOW + 1)
+    assert (same.id, same.since) == (found.id, NOW + 1)
 
 
 def test_outage_on_record_stands_once_with_its_own_dates_and_after_a_restart() -> None:

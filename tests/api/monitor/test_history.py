@@ -213,12 +213,12 @@ def test_store_that_fails_makes_the_verdict_blind_and_ends_no_reader(
     reader.start()
     reader.reading()
     store.is_broken = True
-    while not (failed := reader.reading().state).unread:
+    while not (failed := reader.reading().state).store.unread:
         pass
     assert failed.verdict is Grade.BLIND
     assert "disk I/O error" in failed.reason
 
     store.is_broken = False
-    while reader.reading().state.unread:
+    while reader.reading().state.store.unread:
         pass
     reader.stop()

@@ -71,7 +71,7 @@ def about(seconds: float) -> Any:
 def test_leader_is_shown_with_the_age_of_its_last_turn(store: StateStore, clock: Clock) -> None:
     service = led(store, clock, 3000.0, 2000.0)
 
-    found = service.reader.reading().state.controller
+    found = service.reader.reading().state.processes.controller
 
     assert found.leader == "'one'"
     assert (found.led_s, found.turn_age_s) == (about(3000.0), about(2000.0))
@@ -111,6 +111,6 @@ def test_deployment_that_never_had_a_controller_is_ready(store: StateStore) -> N
     service = AdminService(store)
 
     assert service.readiness().startswith("2 ranks")
-    assert service.reader.reading().state.controller.turn_age_s is None
+    assert service.reader.reading().state.processes.controller.turn_age_s is None
     assert metric(service, "eplb_controller_lease_age_seconds") is None
     assert metric(service, "eplb_controller_leads") == 0

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from api.metrics.definitions import metrics_of
-from api.monitor.monitor import KEPT_COMMITS, Monitor
+from api.monitor.monitor import Monitor
+from api.monitor.plans import KEPT_COMMITS
 from api.monitor.scores import heat_of
 from api.monitor.state import Grade, Reading, Symptom
 from api.monitor.verdict import unready
@@ -134,8 +135,8 @@ def test_window_is_scored_once_it_is_complete_or_stays_incomplete(store: StateSt
     store.append([sample(0, index, [1, 1], SECOND) for index in (3, 4)])
     seen = seen_by(store)
     assert [score.is_complete for score in seen.series] == [True, True, False]
-    assert seen.state.last_score is not None
-    assert seen.state.last_score.index == 1
+    assert seen.state.load.last_score is not None
+    assert seen.state.load.last_score.index == 1
 
 
 def test_samples_that_do_not_fit_end_no_refresh(store: StateStore) -> None:
@@ -146,7 +147,7 @@ def test_samples_that_do_not_fit_end_no_refresh(store: StateStore) -> None:
     seen = seen_by(store)
 
     assert [score.index for score in seen.series] == [0, 1, 2]
-    assert (seen.state.samples_stored, seen.state.sample_age_s) == (8, 0.0)
+    assert (seen.state.load.samples_stored, seen.state.load.sample_age_s) == (8, 0.0)
 
 
 def test_windows_of_seconds_are_scored_like_those_of_steps() -> None:
@@ -171,7 +172,7 @@ def test_monitor_reads_each_sample_once(store: StateStore) -> None:
 
     seen, state = monitor.reading(), monitor.reading().state
     assert [score.index for score in seen.series] == [0, 1, 2]
-    assert (state.samples_stored, len(state.decisions), len(seen.marks)) == (6, 1, 1)
+    assert (state.load.samples_stored, len(state.plans.decisions), len(seen.marks)) == (6, 1, 1)
 
 
 def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: StateStore) -> None:
@@ -181,9 +182,9 @@ def test_another_run_has_its_own_windows_and_keeps_the_decisions(store: StateSto
     monitor.refresh()
 
     seen, state = monitor.reading(), monitor.reading().state
-    assert (state.run, seen.series, seen.marks) == ("b", (), ())
-    assert [one.decision for one in state.decisions] == ["MOVE"]
-    assert (state.samples_stored, state.generation) == (0, 2)
+    assert (state.start.run, seen.series, seen.marks) == ("b", (), ())
+    assert [one.decision for one in state.plans.decisions] == ["MOVE"]
+    assert (state.load.samples_stored, state.plans.generation) == (0, 2)
 
 
 def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: StateStore) -> None:
@@ -194,8 +195,8 @@ def test_counters_are_summed_over_ranks_and_unknown_sources_are_shown(store: Sta
 
     unused = dict.fromkeys(("same_rank", "disk"), 0)
     expected = unused | {"peer": 7, "host": 5, "rejected": 1}
-    assert seen.bytes_by_source == expected
-    assert (seen.experts_moved, seen.samples_lost) == (2, 1)
+    assert seen.moved.bytes_by_source == expected
+    assert (seen.moved.experts_moved, seen.load.samples_lost) == (2, 1)
 
 
 def open_migration(store: StateStore) -> int:
@@ -211,7 +212,7 @@ def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_a
     plan_id = open_migration(store)
     store.report(state(0, plan_id=plan_id, phase="swap", prepared=1))
     store.report(state(1, plan_id=plan_id, phase="stage", prepared=0))
-    seen = seen_by(store).state
+    seen = seen_by(store).state.plans
     assert seen.phase == "stage"
     assert seen.migration is not None
     assert (seen.migration.num_transactions, seen.migration.num_moves) == (1, 4)
@@ -219,7 +220,7 @@ def test_progress_is_that_of_the_rank_furthest_behind_or_of_experts_where_they_a
 
     for rank, staged in ((0, 2), (1, 1)):
         store.report(state(rank, plan_id=plan_id, phase="stage", staged=staged, to_stage=2))
-    progress = seen_by(store).state.migration
+    progress = seen_by(store).state.plans.migration
     assert progress is not None
     assert (progress.staged_part, progress.fraction) == (0.75, 0.375)
 
@@ -232,9 +233,9 @@ def test_monitor_of_the_latest_samples_judges_as_one_of_all(store: StateStore) -
     every, latest = (Monitor(store, clock=lambda: NOW, latest=n).reading() for n in (None, 1))
 
     assert (len(every.series), len(latest.series)) == (3, 1)
-    assert every.state.token_time is not None
-    assert latest.state.token_time == every.state.token_time
-    assert latest.state.samples_stored == every.state.samples_stored == 6
+    assert every.state.load.token_time is not None
+    assert latest.state.load.token_time == every.state.load.token_time
+    assert latest.state.load.samples_stored == every.state.load.samples_stored == 6
     assert (latest.state.verdict, latest.state.reason) == (every.state.verdict, every.state.reason)
 
 
@@ -244,11 +245,11 @@ JUDGED = PaceChange(1, 0.2, 0.05, 1.0, 0.5, "plan 1 made the p95 of step time +2
 def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: StateStore) -> None:
     store.report(state(0, step_times=vars(StepTimes())))
     store.change_live({"step_time_budget": 0.05}, reason="a test")
-    first = seen_by(store).state.pace
+    first = seen_by(store).state.plans.pace
     store.add_event("pace", vars(JUDGED))
     store.add_event("pace", vars(replace(JUDGED, plan_id=2, part_before=0.5, part=0.625)))
 
-    pace = seen_by(store).state.pace
+    pace = seen_by(store).state.plans.pace
 
     assert f"pace  0.625 of the deployment's own; {JUDGED.reason}" in printed(
         looked_at(store), 100, 30
@@ -260,7 +261,7 @@ def test_pace_follows_the_latest_judgement_while_there_is_a_budget(store: StateS
     judged = seen_by(store).counts.by_label("pace_judgements")
     assert judged == {("raised",): 1, ("kept",): 0, ("halved",): 1}
     store.change_live({"step_time_budget": 0.0}, reason="a test")
-    fixed = seen_by(store).state.pace
+    fixed = seen_by(store).state.plans.pace
     assert (fixed.part, fixed.reason) == (1.0, "fixed: step_time_budget is 0")
 
 
@@ -269,7 +270,7 @@ def test_pace_of_ranks_that_report_no_times_is_fixed(store: StateStore) -> None:
     store.change_live({"step_time_budget": 0.05}, reason="a test")
     store.add_event("pace", vars(JUDGED))
 
-    pace = seen_by(store).state.pace
+    pace = seen_by(store).state.plans.pace
 
     assert (pace.part, pace.reason) == (1.0, "fixed: no rank reports times of its steps")
 
@@ -301,7 +302,7 @@ def test_thread_with_the_least_progress_is_that_of_its_rank(store: StateStore) -
         state(1, progress_age_s=40.0, progress_of="step: dispatch", progress_thread="step")
     )
 
-    found = seen_by(store).state
+    found = seen_by(store).state.progress
 
     assert (found.progress_of, found.progress_thread) == ("rank 1, step: dispatch", "step")
 
@@ -414,7 +415,7 @@ def test_rank_that_the_others_serve_on_without_is_gone_and_not_silent() -> None:
     (gone,) = [one for one in seen.findings if "rank" in one.kind]
     assert (gone.kind, gone.ranks, gone.is_ready) == ("rank-gone", (1,), True)
     assert gone.text.startswith("1 of 2 ranks serve on, without rank 1")
-    assert (seen.state.silent_ranks, seen.state.ranks[1].phase) == ((), "gone")
+    assert (seen.state.group.silent_ranks, seen.state.group.ranks[1].phase) == ((), "gone")
 
 
 def test_picture_shows_open_operation_and_no_load_of_a_rank_that_is_gone() -> None:
@@ -454,9 +455,12 @@ def test_rank_that_does_not_serve_by_order_is_not_called_silent_or_gone(
 
     found = [one.kind for one in seen.findings if "rank" in one.kind]
     assert found == (["rank-silent"] if phase == "silent" else [])  # it has not left yet
-    assert seen.state.ranks[1].phase == phase
-    assert seen.state.membership is not None
-    assert (seen.state.membership.members, seen.state.membership.wanted) == (members, wanted)
+    assert seen.state.group.ranks[1].phase == phase
+    assert seen.state.group.membership is not None
+    assert (seen.state.group.membership.members, seen.state.group.membership.wanted) == (
+        members,
+        wanted,
+    )
     is_open = "operation op-1 on the ranks" in seen.state.reason
     assert is_open == (wanted != members)
 
@@ -464,7 +468,11 @@ def test_rank_that_does_not_serve_by_order_is_not_called_silent_or_gone(
 def test_before_the_first_run_every_view_reports_that_there_is_none() -> None:
     seen = seen_by(MemoryStore("d"))
 
-    assert (seen.state.run, seen.state.generation, seen.state.ranks) == (None, None, ())
+    assert (seen.state.start.run, seen.state.plans.generation, seen.state.group.ranks) == (
+        None,
+        None,
+        (),
+    )
     assert unready(seen) is not None
     assert "No run has begun" in printed(looked_at(MemoryStore("d")), 80, 24)
 
@@ -605,7 +613,7 @@ def test_engine_that_plans_itself_is_shown_until_its_plugin_does_or_a_new_run(
             a_run(store, "b")
         else:
             store.add_event(ENGINE_PLANS, {"run": "a", "rank": 0, "reason": reason})
-        return read(store, now=NOW).state.engine_plans
+        return read(store, now=NOW).state.plans.engine_plans
 
     told = [reasons(reason) for reason in ("3 plans failed", "", "no store", None)]
 

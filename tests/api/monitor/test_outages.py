@@ -53,7 +53,10 @@ def test_stop_on_purpose_is_the_cause_of_the_outage_and_no_anomaly(
     serve(store, "b", range(1), clock.now)
 
     assert one_host.verdict is not Grade.STOPPED
-    assert (state.verdict, state.death and state.death.is_planned) == (Grade.STOPPED, True)
+    assert (state.verdict, state.group.death and state.group.death.is_planned) == (
+        Grade.STOPPED,
+        True,
+    )
     assert looked(monitor).counts.total("anomalies", "rank_death") == 0
     assert [reason for *_, reason in outages(store)] == [why]
 
@@ -92,7 +95,7 @@ def test_outage_of_14_s_around_a_death_is_told_as_that_in_every_view(
     clock.now = START + 12
 
     seen = looked(monitor)
-    assert (seen.state.verdict, seen.state.token_age_s) == (Grade.STOPPED, 3.0)
+    assert (seen.state.verdict, seen.state.load.token_age_s) == (Grade.STOPPED, 3.0)
     assert seen.state.reason == f"no token for 3 s: {KILLED}"
     (live, *_), _ = monitor.anomalies.page(None, 10, is_open=True)
     assert (live.since, live.until) == (START + 9, None)
@@ -101,14 +104,14 @@ def test_outage_of_14_s_around_a_death_is_told_as_that_in_every_view(
     begin_run(store, "b", clock.now)
     clock.now = START + 20
     seen = looked(monitor)
-    assert (seen.state.token_age_s, seen.counts.unserved_s) == (11.0, 0.0)
+    assert (seen.state.load.token_age_s, seen.counts.unserved_s) == (11.0, 0.0)
     assert seen.state.reason == f"no token for 11 s: {KILLED}"
 
     serve(store, "b", range(3), START + 23)  # the first token at +23
     clock.now = START + 26
     seen = looked(monitor)
     assert outages(store) == [(9, 23, 14.0, KILLED)]
-    assert (seen.counts.unserved_s, seen.state.token_age_s) == (14.0, 1.0)
+    assert (seen.counts.unserved_s, seen.state.load.token_age_s) == (14.0, 1.0)
     figures = {one.name: one.figures for one in metrics_of(seen, drift=None, backend="memory")}
     assert figures["eplb_unserved_seconds_total"] == {(): 14.0}
     assert figures["eplb_token_age_seconds"] == {(): 1.0}
@@ -283,10 +286,10 @@ def test_store_whose_clock_is_set_back_has_no_token_of_the_future(
     clock.now = START + 10
     looked(monitor)
     clock.now = START - 3600
-    assert looked(monitor).state.token_age_s == 0.0
+    assert looked(monitor).state.load.token_age_s == 0.0
     clock.now += 40
 
     seen = looked(monitor)
-    assert seen.state.token_age_s == 40.0
+    assert seen.state.load.token_age_s == 40.0
     store.add_outage(Outage(START - 3600, START - 3550, 50.0, "again"))
     assert looked(monitor).counts.unserved_s == 50.0

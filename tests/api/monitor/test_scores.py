@@ -51,8 +51,11 @@ def test_drained_rank_is_out_of_the_mean_everywhere(store: StateStore) -> None:
     monitor = monitor_of(store)
     seen = monitor.reading()
 
-    assert seen.state.last_score is not None
-    assert (seen.state.last_score.measured, seen.state.last_score.contiguous) == (1.0, 1.0)
+    assert seen.state.load.last_score is not None
+    assert (seen.state.load.last_score.measured, seen.state.load.last_score.contiguous) == (
+        1.0,
+        1.0,
+    )
     assert heat_of(seen).ranks == ((1.0, 1.0, 0.0),)
     assert [point.measured for point in monitor.points(0, NOW + 9, 10)] == [1.0]
     families = {one.name: one for one in metric_families(BackgroundReader(monitor))}
@@ -63,7 +66,7 @@ def test_drained_rank_is_out_of_the_mean_everywhere(store: StateStore) -> None:
 def test_rank_that_holds_experts_and_gets_no_token_counts(store: StateStore) -> None:
     report(store, 0, WIDE, (30, 30, 0))
 
-    score = monitor_of(store).reading().state.last_score
+    score = monitor_of(store).reading().state.load.last_score
     assert score is not None
     assert score.measured == 1.5
 

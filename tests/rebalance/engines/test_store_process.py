@@ -43,9 +43,11 @@ from rebalance.engines.common.store_process import (
 )
 from rebalance.engines.common.tap import Counted
 from telemetry import open_store
+from telemetry.state.codec import from_json, to_json
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.plan_events import plan_event
 from tests.support.redis_servers import RedisProcess, free_port
 from tests.support.repository import ROOT
 
@@ -60,12 +62,8 @@ INFO = RunInfo(
 )
 
 
-MOVE = {"decision": "MOVE", "imbalance_before": 1.4, "imbalance_after": 1.0, "moves": 3} | {
-    "reason": "it pays"
-}
-KEEP = {"decision": "KEEP", "imbalance_before": 1.4, "imbalance_after": 1.4, "moves": 0} | {
-    "reason": "it pays nothing"
-}
+MOVE = from_json(to_json(plan_event("MOVE", "it pays", imbalance_before=1.4, moves=3)), "a plan")
+KEEP = MOVE | {"decision": "KEEP", "imbalance_after": 1.4, "moves": 0, "reason": "it pays nothing"}
 
 
 @pytest.fixture
@@ -282,7 +280,7 @@ def test_plan_of_an_engine_is_recorded_as_a_plan_of_a_controller(
         seen = Monitor(store).reading()
     (moving,) = seen.rebalances
     (mark,) = seen.marks
-    assert [one.decision for one in seen.state.decisions] == ["MOVE", "KEEP"]
+    assert [one.decision for one in seen.state.plans.decisions] == ["MOVE", "KEEP"]
     assert (moving.outcome, moving.moves, moving.trigger) == ("committed", 3, "interval")
     assert (moving.imbalance_before, moving.imbalance_after) == (1.4, 1.0)
     assert (moving.generation, moving.target_generation, moving.reason) == (7, 8, "it pays")

@@ -138,13 +138,13 @@ def test_rank_whose_clock_is_off_changes_neither_verdict_nor_windows(
         reporter.close(NEVER_S)
 
     assert seen.state.verdict is Grade.SERVING, seen.state.problems
-    assert (seen.state.token_age_s, seen.state.silent_ranks) == (0.0, ())
+    assert (seen.state.load.token_age_s, seen.state.group.silent_ranks) == (0.0, ())
     assert group is not None
     counts = group.folder.outcomes.counts
     assert (counts["accepted"], counts["future"], counts["late"]) == (24, 0, 0)
     assert len(group.complete_windows()) >= (5 if window_seconds else 12)
     is_off_s = offset_s if jumps_to_s is None else jumps_to_s
-    assert [one.ahead_s for one in seen.state.ranks] == [0.0, is_off_s]
+    assert [one.ahead_s for one in seen.state.group.ranks] == [0.0, is_off_s]
     text = (
         f"the clock of rank 1 is {abs(is_off_s):.0f} s {'ahead of' if is_off_s > 0 else 'behind'}"
     )

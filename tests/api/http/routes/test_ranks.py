@@ -31,7 +31,7 @@ WHY = {"reason": "change 4711"}
 
 def test_ranks_that_joined_between_two_answers_are_left_out_of_the_command() -> None:
     views = [{"rank": 0, "step": 7}, {"rank": 1, "step": 7}]
-    held = [{"rank": 1, "experts": 3}, {"rank": 2, "experts": 4}]
+    held = [{"rank": rank, "experts": 3} for rank in (1, 2, 3)]
     bodies = {watching.state: {"run": "a", "ranks": views}, ranks.ranks: {"ranks": held}}
 
     found = ranks.ask_for_ranks(lambda route, **_: Answer(200, bodies[route]))
