@@ -129,6 +129,7 @@ class Speculation:
 
 NOTHING = "none"
 LEAST_PREFILL = 256  # tokens of a rank in a step: the smallest batch of the answer's table
+TOLD_APART = 5e-4  # of a gain, by links: less rounds to nothing
 WORTH_IT = 0.01  # part of the tokens per second: less is called no gain
 
 
@@ -336,10 +337,16 @@ class Recommendation:
             )
         if nothing and best.interval:
             gain = best.tokens_per_s / nothing[0].tokens_per_s - 1
-            lines[0] += f", {gain:+.1%} over no balancing{_error_of(best)}"
-            if best.error is not None and abs(gain) < best.error:
+            sure = sure_gain(best, nothing[0])
+            lines[0] += f", {gain:+.1%} over no balancing"
+            if sure is not None and gain - sure >= TOLD_APART:
+                lines[0] += f": {sure:+.1%} by experts, and the rest by links that nobody "
+                lines[0] += "measured under imbalance"
+            lines[0] += _error_of(best)
+            if best.error is not None and abs(gain if sure is None else sure) < best.error:
+                what = "the gain is" if sure is None or gain <= sure else "what experts gain is"
                 lines.append(
-                    "cannot tell whether balancing pays here: the gain is below the error of the "
+                    f"cannot tell whether balancing pays here: {what} below the error of the "
                     "times of experts; benchmarks/expert_curve.py measures them on the GPU that "
                     "serves, for --expert-times"
                 )
@@ -423,6 +430,19 @@ class Recommendation:
         if self.best.error is not None and loss < self.best.error:
             text += "; cannot tell which is faster: they differ by less than the error of times"
         return text
+
+
+def sure_gain(best: Candidate, nothing: Candidate) -> float | None:
+    """Tokens a second that balancing brings, relative, if links gained nothing by it.
+
+    What imbalance adds to dispatch and combine was never measured. None: the batches differ, so
+    that parts of a step do not compare.
+    """
+    if best.sequences != nothing.sequences or not nothing.tokens_per_s or not best.step_us:
+        return None
+    links_us = nothing.parts_us[0] + nothing.parts_us[2] - best.parts_us[0] - best.parts_us[2]
+    part = best.step_us / (best.step_us + max(links_us, 0.0))
+    return best.tokens_per_s * part / nothing.tokens_per_s - 1
 
 
 def _error_of(one: Candidate) -> str:

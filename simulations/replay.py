@@ -35,6 +35,7 @@ from eplb.errors import ConfigError, EplbError, HistoryError
 from eplb.measure import imbalance_of
 from eplb.policies.table import POLICIES, contiguous_policy, policy_named
 from simulations.migration_cost import MigrationCost, Moved, moved_between
+from simulations.own_policies import RAW, fault_of
 from simulations.peers import PEERS
 from simulations.peers.engines import ENGINES
 from simulations.schemes import (
@@ -52,7 +53,6 @@ from simulations.windows import LatestWindows, Tokens, WindowSeries, mean_by_tok
 
 UNBALANCED = ("none", "contiguous")
 IN_ORDER = "in-order"
-RAW = "raw:"  # a policy without the planner's gate, budget and repair
 BATCH_POLICY = "auto"  # whose placement ``oracle:shares`` starts from
 
 
@@ -272,6 +272,11 @@ class Runner:
             taken = self.scheme.plan(window, tokens, past)
         except EplbError as exc:
             self.failed = f"planning after window {window}: {exc}"
+            return
+        except Exception as exc:
+            if (fault := fault_of(self.name, exc)) is None:
+                raise
+            self.failed = f"planning after window {window}: the policy raised {fault}"
             return
         if taken is not None or self.scheme.num_kept > kept:
             self._plan_ms.append((perf_counter() - begin) * 1000)

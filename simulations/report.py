@@ -24,6 +24,7 @@ from simulations.replay import Replay, Scenario, labelled, noise_floor
 
 Cells = Sequence[str]  # texts of a row
 FEWEST_JUDGED = 20  # windows for a 95th percentile
+LITTLE, FEW_MOVES = 0.02, 0.5  # imbalance, as the planner's target; part of the winner's moves
 
 
 def summary(name: str, scenario: Scenario, replays: Sequence[Replay]) -> dict[str, Any]:
@@ -112,8 +113,13 @@ def _times(scenario: Scenario, replay: Replay) -> dict[str, float]:
 def conclusions(result: dict[str, Any]) -> list[str]:
     """What a summary says, in sentences with numbers: each policy against the first one."""
     judged = {name: one for name, one in result["policies"].items() if "imbalance_mean" in one}
+    ended = [
+        f"{name} failed: {one['failed']}"
+        for name, one in result["policies"].items()
+        if name not in judged
+    ]
     if not judged:
-        return []
+        return ended
     base_name, base = next(iter(judged.items()))
     found = [
         _against(name, one, base_name, base) for name, one in judged.items() if name != base_name
@@ -121,7 +127,8 @@ def conclusions(result: dict[str, Any]) -> list[str]:
     best = best_policy(result)
     if best is not None and len(judged) > 1:
         by = "tokens/s" if "tokens_per_s_per_rank" in judged[best] else "mean imbalance"
-        found.insert(0, f"best by {by}, oracles aside: {best}")
+        found.insert(0, f"best by {by}, oracles aside: {best}{_nearly(best, judged)}")
+    found += ended
     count = result["windows"] - 1
     if result["steps_per_window"] == 1 and "step_us_mean" in base:
         found.append(
@@ -136,6 +143,29 @@ def conclusions(result: dict[str, Any]) -> list[str]:
             "(--window-tokens with fewer tokens, or a longer load)"
         )
     return found
+
+
+def _nearly(best: str, judged: dict[str, dict[str, Any]]) -> str:
+    """A policy that is as good but for a little, with far fewer moves; "": there is none."""
+    winner = judged[best]
+    if "tokens_per_s_per_rank" in winner:  # what moves take is in it
+        return ""
+    near = {
+        name: one
+        for name, one in judged.items()
+        if not (one["oracle"] or one["failed"])
+        and one["imbalance_mean"] - winner["imbalance_mean"] <= LITTLE
+        and one["experts_moved"] <= FEW_MOVES * winner["experts_moved"]
+    }
+    fewest = min(near, key=lambda name: near[name]["experts_moved"], default=best)
+    if fewest == best:
+        return ""
+    more = near[fewest]["imbalance_mean"] - winner["imbalance_mean"]
+    moved = near[fewest]["experts_moved"]
+    return (
+        f", by {more:.3f} over {fewest}, which moves {counted(moved, 'expert')} in place of "
+        f"{winner['experts_moved']:,}; --hardware and --model price moves"
+    )
 
 
 def best_policy(result: dict[str, Any]) -> str | None:

@@ -16,7 +16,10 @@ from api.cli.store_place import audit_folder, configured_store, open_existing
 from api.config.live import live_page, parsed_changes
 from api.config.reference import effective, reference_page
 from api.config.tree import Settings, load
+from api.demo.state_dir import SETTINGS_FILE
+from api.terminal.printable import printable
 from eplb.errors import ConfigError
+from eplb.settings.loader import CONFIG_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,10 @@ def config(
         _print_live(url, name, folder, changes, reason)
         return
     typer.echo(effective(settings), nl=False)
+    of_demo = settings.deployment.state_dir / SETTINGS_FILE
+    if not (configured.is_named or CONFIG_VARIABLE in os.environ) and of_demo.is_file():
+        note = f"note: a demo ran in this folder by other settings: eplb config --config {of_demo}"
+        typer.echo(printable(note), err=True)
 
 
 def _live_changes(live: bool, pairs: list[str], unset: list[str]) -> dict[str, str | None]:

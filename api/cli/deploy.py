@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,12 +13,15 @@ import typer
 from api.cli.config import Configured
 from api.cli.options import with_options
 from api.deploy.deployment import Deployment, host_here, resolve
-from api.deploy.roles import CompileReports, run_controller, run_host_cache
+from api.deploy.roles import run_controller, run_host_cache
+from api.deploy.waits import Reread
 from api.processes.commands import own_command, raise_descriptor_limit, set_title
 from api.terminal.logs import set_up_logging
+from api.terminal.progress import CompileReports
 from eplb.errors import ConfigError
 from eplb.packages import check_packages
 from eplb.precompile import compile_planner
+from eplb.settings.loader import CONFIG_VARIABLE
 from simulations.peers import compile_peers
 
 Host = Annotated[
@@ -52,6 +56,16 @@ def deployment_of(
     settings = configured.settings()
     set_up_logging(replace(settings.log, deployment=settings.deployment.name), process=process)
     return resolve(settings, os.environ, takes_engine=takes_engine)
+
+
+def reread_of(configured: Configured) -> Reread:
+    """How a process reads its configuration again, once what it refused has changed."""
+    named = configured.config or os.environ.get(CONFIG_VARIABLE)
+
+    def read() -> Deployment:
+        return resolve(configured.settings(), os.environ, takes_engine=True)
+
+    return Reread(None if named is None else Path(named), read)
 
 
 def say(line: str) -> None:
@@ -105,7 +119,9 @@ def launch(
     if not (command or module):
         raise typer.BadParameter("expected the program of a rank after --, or --module")
     deployment = deployment_of(configured, "launch")
-    here = Launch(deployment, host_here(deployment, host), command or [], os.environ, module)
+    program = command or []
+    number, reread = host_here(deployment, host), reread_of(configured)
+    here = Launch(deployment, number, program, os.environ, module, reread)
     set_title(f"launch {here.host}")
     if {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         if module:
@@ -133,7 +149,7 @@ def controller(configured: Configured) -> None:
 def host_cache(configured: Configured, host: Host = None) -> None:
     """Keep expert records in the memory of this host for its ranks, until a signal."""
     deployment = deployment_of(configured, "host cache", takes_engine=True)
-    run_host_cache(deployment, host_here(deployment, host), say)
+    run_host_cache(deployment, host_here(deployment, host), say, reread_of(configured))
 
 
 @with_options

@@ -22,6 +22,7 @@ from api.cli.options import (
     with_options,
 )
 from api.engine_plan import PlannedGroup, lines_of, plan_for_engine
+from api.terminal.progress import telling, telling_of_compiler
 from eplb.core.dispatch import DispatchRule
 from eplb.errors import ConfigError, counted
 from telemetry.formats.checks import TARGETS, TargetDeployment, findings
@@ -84,21 +85,24 @@ def plan(
         top_k=None,
     )
     serving = read_placement(current, options) if current else load.current
-    report = plan_for_engine(
-        load,
-        serving,
-        PlannedGroup(ranks, nodes, redundant),
-        target.value,
-        output,
-        rule=None if dispatch is None else DispatchRule(dispatch.value),
-        policy=policy,
-        model=shape,
-        expert_bytes=expert_bytes,
-        seed=seed,
-        num_hidden=hidden_layers,
-        source=Path(dump).name,
-        at_start=start,
-    )
+    history, is_shown = load.history, not json_output
+    what = f"planning {history.num_layers} layers x {history.num_experts} experts on {ranks} ranks"
+    with telling(what, is_shown=is_shown), telling_of_compiler(is_shown=is_shown):
+        report = plan_for_engine(
+            load,
+            serving,
+            PlannedGroup(ranks, nodes, redundant),
+            target.value,
+            output,
+            rule=None if dispatch is None else DispatchRule(dispatch.value),
+            policy=policy,
+            model=shape,
+            expert_bytes=expert_bytes,
+            seed=seed,
+            num_hidden=hidden_layers,
+            source=Path(dump).name,
+            at_start=start,
+        )
     print_report(report, lines_of(report), json_output)
 
 

@@ -37,6 +37,7 @@ from api.terminal.picture import Look, render
 from api.terminal.printable import printable, unbreakable_console
 from api.terminal.printing import at
 from api.terminal.progress import progress
+from eplb.clock import duration_text
 from eplb.errors import ConfigError, counted
 from eplb.migration.serialisation import topology_from_dict
 from telemetry.state.store import StateStore, without_password
@@ -206,7 +207,9 @@ def _last_problem(ended: Sequence[Anomaly], now: float) -> str:
     last = max(known, key=lambda one: one.until or 0.0, default=None)
     if last is None or last.until is None or now - last.until > LAST_PROBLEM_S:
         return ""
-    end = f", over after {last.until - last.since:.0f} s" if last.until > last.since else ""
+    end = (
+        f", over after {duration_text(last.until - last.since)}" if last.until > last.since else ""
+    )
     return f"last problem at {at(last.since)}{end}: {last.text}"
 
 

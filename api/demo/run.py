@@ -52,6 +52,7 @@ from telemetry.state.store import StateStore
 
 POLL_S = 0.25
 START_DEADLINE_S = 300.0  # deadline until every rank serves
+TELL_EVERY_S = 10.0  # lines of a start that takes long
 CHECKS_DEADLINE_S = 60.0
 END_DEADLINE_S = 30.0  # deadline of the service, which ends its controller first
 GRACE_S = 2.0  # after the end of a first launcher, for what the others report
@@ -190,10 +191,15 @@ class Demo:
         return summary
 
     def _look_until(self, is_reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + START_DEADLINE_S
+        begun, tell_at = time.monotonic(), TELL_EVERY_S
         while not is_reached():
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - begun
+            if waited_s >= START_DEADLINE_S:
                 raise RankError(f"{what}: not ready within {START_DEADLINE_S:.0f} s")
+            if waited_s >= tell_at:
+                tell_at += TELL_EVERY_S
+                line = f"eplb demo: waiting for {what}, {waited_s:.0f} s so far"
+                self._console.print(line, highlight=False)
             self._look()
 
     def _look(self) -> None:

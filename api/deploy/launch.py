@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,11 +34,12 @@ from api.deploy.check import port_refusal, ports_of, running_ranks
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import ensure_first_placement
 from api.deploy.local_ranks import LocalRanks
+from api.deploy.waits import Reread, StartFiles, WaitReports, has_served
 from api.interrupts import StopSignals
 from api.processes.commands import NOTIFY_VARIABLE, REFUSED, Notifier, once_reached, settle
 from api.processes.supervision import Restarts, SupervisionSettings
 from eplb.core.placement import EMPTY, Placement
-from eplb.errors import ConfigError, RankError, StoreError
+from eplb.errors import CheckpointError, ConfigError, RankError, StoreError
 from eplb.migration.recovery import start_of
 from eplb.migration.serialisation import topology_from_dict
 from eplb.migration.survivors import survive
@@ -49,7 +50,6 @@ from telemetry.state.events import FAILED, OF_RANKS, STOPPED, WAITING, Failure, 
 from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving_ranks
 from telemetry.state.store import StateStore
 
-TELL_AFTER_S, TELL_EVERY_S = 5.0, 30.0  # length of a wait that is reported; between two reports
 LOOK_S = 1.0  # interval of looks at which ranks should serve, while one does not run
 # What a rank needs none of: the secret itself, a store's password, the launcher's supervisor.
 NOT_FOR_RANKS = ("EPLB_SECRET", "EPLB_STORE", "EPLB_DEPLOYMENT__STORE", NOTIFY_VARIABLE)
@@ -66,6 +66,7 @@ class Launch:
     command: Sequence[str]  # the program of a rank; the arguments of ``module`` where there is one
     environ: Mapping[str, str]
     module: str | None = None
+    reread: Reread | None = None  # None: what it refused is refused for good
 
     @property
     def ranks(self) -> range:
@@ -88,6 +89,10 @@ class Launch:
                 f"--module {self.module} cannot be used: {exc}, expected a module with main()"
             ) from exc
         return main
+
+    def start_files(self) -> StartFiles:
+        """What a start depends on, as it is now."""
+        return (self.reread or Reread(None, lambda: self.deployment)).files_of(self.deployment)
 
     def note(self, kind: str, message: str) -> None:
         """Store an event about the ranks of this host."""
@@ -300,32 +305,6 @@ def become_rank(launch: Launch) -> None:
         raise ConfigError(f"{launch.command[0]} cannot be started: {exc.strerror}") from exc
 
 
-class WaitReports:
-    """Reports what the ranks of a launcher wait for: to the supervisor, the log and the store."""
-
-    def __init__(self, launch: Launch, notifier: Notifier, say: Callable[[str], None]) -> None:
-        self._launch, self._notifier, self._say = launch, notifier, say
-        self._since: float | None = None
-        self._tell_at, self._told = 0.0, ""
-
-    def note(self, what: str) -> None:
-        """Record what is waited for at present; "": nothing."""
-        now = time.monotonic()
-        if not what or self._since is None:
-            self._since, self._told = (now if what else None), ""
-            self._tell_at = now + TELL_AFTER_S
-            return
-        if now < self._tell_at and (what == self._told or not self._told):
-            return
-        so_far = f"{now - self._since:.0f} s so far"
-        line = f"launcher of host {self._launch.host} waits for {what}, {so_far}"
-        if what != self._told:
-            self._say(line)
-        self._tell_at, self._told = now + TELL_EVERY_S, what
-        self._notifier.status(line)
-        self._launch.note(WAITING, line)
-
-
 class ExcludedRanks:
     """Looks for the ranks that the survivors of a death have excluded, over one store.
 
@@ -371,6 +350,7 @@ class Rejoins:
             rank: Restarts(supervision.restart_after_death, supervision) for rank in launch.ranks
         }
         self._started: dict[int, float] = {}
+        self._files: dict[int, StartFiles] = {}  # of ranks that were started, by rank
         self._due: dict[int, float] = {}
         self._look_at = 0.0
 
@@ -391,12 +371,20 @@ class Rejoins:
             log.debug("ranks that serve are not known: %s", exc)
             return False
 
+    def _refused(self, ranks: LocalRanks) -> frozenset[int]:
+        """Ranks that refused to join, which would do so again until the files of a start change."""
+        return frozenset(
+            rank
+            for rank, files in self._files.items()
+            if ranks.has_rank_refused(rank) and not files.are_changed
+        )
+
     def due(self, ranks: LocalRanks) -> list[int]:
         """Ranks to start now."""
         if self._launch.deployment.settings.topology.device != "cpu":
             return []  # ranks on GPUs serve on without a dead one, and take none
         now = time.monotonic()
-        absent = ranks.absent(self._launch.ranks)
+        absent = ranks.absent(self._launch.ranks) - self._refused(ranks)
         for rank in absent - self._due.keys():
             self._due[rank] = now
             if not ranks.left_as_planned(rank):
@@ -415,11 +403,18 @@ class Rejoins:
         found = [rank for rank, at in self._due.items() if at <= now and rank in wanted]
         self._started.update(dict.fromkeys(found, now))
         for rank in found:
+            self._files[rank] = self._launch.start_files()
             del self._due[rank]  # it may have ended again before the next look
         return found
 
 
-def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[str], None]) -> int:
+def run_ranks(
+    launch: Launch,
+    supervision: SupervisionSettings,
+    say: Callable[[str], None],
+    *,
+    keeps: bool = False,
+) -> int:
     """Run the ranks of this host until all have ended well; returns the exit status.
 
     After a death they are started again; a store, peers and a host cache that are absent are waited
@@ -429,6 +424,8 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         launch: what is started.
         supervision: delays of restarts.
         say: prints a line for operators.
+        keeps: whether a refused start is tried again once what it refused has changed. So it is
+            once ranks have served, or where a supervisor starts the launcher of ranks that have.
     """
     program = launch.imported()
     settle()  # before the fork: for the ranks too
@@ -438,14 +435,36 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
     heart = Heartbeat(launch.deployment.opened_store, LAUNCHER, str(launch.host))
     excluded = ExcludedRanks(launch)
     retries = Restarts(sys.maxsize, supervision)  # delays of starts that wait for an absent part
-    waits = WaitReports(launch, notifier, say)
+    whose, record = f"launcher of host {launch.host}", partial(launch.note, WAITING)
+    waits = WaitReports(whose, record, notifier, say)
+    keeps = keeps or (notifier.is_heard and has_served(launch.deployment))
     rejoins = Rejoins(launch, supervision)
     generation: int | None = None
     died, has_said = "", False
+
+    def start_anew(refusal: str, files: StartFiles) -> int:
+        """Start all once more when what was refused has changed; returns the exit status."""
+        assert launch.reread is not None, "else it is refused for good"
+        say(f"{refusal}; trying again once {files} changes")
+        heart.stop()
+        heart.start()
+        found = launch.reread.wait_for_start(refusal, files, waits, stop, notifier.alive)
+        heart.stop()
+        if found is None:
+            heart.retire()
+            return 128 + stop.received
+        return run_ranks(replace(launch, deployment=found), supervision, say, keeps=True)
+
     while True:
+        files = launch.start_files()
         mine = heart.mine if generation is None else None
         prepare = partial(prepare_store, launch, generation, died, mine)
-        prepared = once_reached(prepare, stop, notifier, say)
+        try:
+            prepared = once_reached(prepare, stop, notifier, say)
+        except (ConfigError, CheckpointError) as exc:
+            if launch.reread is None or not keeps:
+                raise
+            return start_anew(str(exc), files)
         if prepared is None:
             return 128 + stop.received
         generation = prepared.generation
@@ -496,6 +515,9 @@ def run_ranks(launch: Launch, supervision: SupervisionSettings, say: Callable[[s
         if not how or stop.received:
             heart.retire()
             return 0 if not how else 128 + stop.received
+        keeps |= not ranks.is_starting
+        if ranks.has_refused and launch.reread is not None and keeps:
+            return start_anew(f"{how}: it refused to start: {ranks.waits_for or how}", files)
         if ranks.has_refused:
             notifier.status(how)
             say(f"{how}: it refused to start, and is not started again")

@@ -274,8 +274,14 @@ class LocalRanks:
 
     @property
     def has_refused(self) -> bool:
-        """Whether a rank ended because it cannot start as things are."""
-        return any(process.returncode == REFUSED for process in self._processes.values())
+        """Whether a rank ended because it cannot start as things are; not one that was to join."""
+        ignored = self._lost if self._has_served else frozenset()
+        return any(map(self.has_rank_refused, self._processes.keys() - ignored))
+
+    def has_rank_refused(self, rank: int) -> bool:
+        """Whether a rank of this host ended because it cannot start as things are."""
+        process = self._processes.get(rank)
+        return process is not None and process.returncode == REFUSED
 
     @property
     def has_waited(self) -> bool:

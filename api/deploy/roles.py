@@ -7,72 +7,38 @@ service manager, ``eplb serve`` for its controller, ``eplb demo`` for its host c
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from threading import Event
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
 from api.deploy.model import check_checkpoint, check_same_checkpoint
+from api.deploy.waits import Reread, WaitReports, has_served
 from api.interrupts import StopSignals
 from api.processes.commands import Notifier, once_reached, set_title, settle
-from eplb.clock import Clock
-from eplb.errors import StoreError
+from api.terminal.progress import CompileReports
+from eplb.errors import CheckpointError, ConfigError, StoreError
 from eplb.precompile import warmed_up_meanwhile
 from eplb.versions import CONTROLLER, HOST_CACHE, Announcement
 from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller
 from rebalance.weights.cache.address import place_of_records
-from telemetry.state.events import COMPILE, Compiling
+from telemetry.state.events import COMPILE, WAITING, Compiling, OfHost
 from telemetry.state.joining import Heartbeat, check_alone, check_versions
 from telemetry.state.store import StateStore
 
+if TYPE_CHECKING:
+    from rebalance.weights.cache.server import HostCacheServer
+
 POLL_S = 0.25
 RETRY_S = 0.5  # after the store failed
-SAY_PERIOD_S = 5.0  # between two lines while kernels are compiled
 Say = Callable[[str], None]
 
 log = logging.getLogger(__name__)
-
-
-class CompileReports:
-    """Reports how far the compilation of kernels is.
-
-    Args:
-        say: gets a line every few seconds, and one at the end.
-        record: gets the state, ``begun`` or ``done``, and figures.
-    """
-
-    def __init__(
-        self,
-        say: Say,
-        record: Callable[..., None] = lambda state, **figures: None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._say, self._record, self._clock = say, record, clock
-        self._functions: set[str] = set()
-        self._begun, self._said = clock(), -math.inf
-
-    def note(self, function: str) -> None:
-        """Record that the compiler works on a function; "": all are compiled."""
-        now = self._clock()
-        if not function and not self._functions:
-            return  # they were on disk
-        if not self._functions:
-            self._begun = now
-            self._record("begun")
-        self._functions |= {function} - {""}
-        count, seconds = len(self._functions), now - self._begun
-        if not function:
-            self._record("done", functions=count, seconds=seconds)
-            self._say(f"compiled the kernels: {count} functions in {seconds:.0f} s")
-        elif now - self._said >= SAY_PERIOD_S:
-            self._said = now
-            self._say(f"compiling the kernels: {count} functions in {seconds:.0f} s")
 
 
 def run_controller(deployment: Deployment, say: Say) -> None:
@@ -128,10 +94,20 @@ def run_controller(deployment: Deployment, say: Say) -> None:
                     Event().wait(RETRY_S)
 
 
-def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
+def run_host_cache(
+    deployment: Deployment, host: int, say: Say, reread: Reread | None = None
+) -> None:
     """Give records to the ranks of a host until a signal.
 
-    They are those of a checkpoint, until a serving engine with a plug-in offers its own.
+    They are those of a checkpoint, until a serving engine with a plug-in offers its own. With a
+    supervisor, and once the deployment has served, a refused start is tried again when the files of
+    the checkpoint or the configuration have changed: ranks wait for the cache meanwhile.
+
+    Args:
+        deployment: of the ranks.
+        host: number of this one.
+        say: prints a line for operators.
+        reread: None: what is refused is refused for good.
 
     Raises:
         CheckpointError: a weight file is missing, or is of another model, or the checkpoint is
@@ -139,22 +115,30 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
         MigrationError: another process has the host's place, or a port, or there is no memory.
     """
     # Imported here: it loads torch.
-    from rebalance.assembly.host_cache import build_engine_records, build_host_cache
+    from rebalance.assembly.host_cache import build_engine_records
 
-    stop, notifier, given = StopSignals(), Notifier(), deployment.settings
+    stop, notifier = StopSignals(), Notifier()
     set_title(f"host cache {host}")
-    heart = Heartbeat(deployment.opened_store, HOST_CACHE, str(host))
-    _join_store(deployment, heart.mine)
-    weights = given.model.checkpoint
-    settings, server = deployment.host_cache, None
-    ready = "records that an engine offers"
-    if weights is not None:
-        model = deployment.model
-        check_checkpoint(given.model, model)
-        schema, address = deployment.schema, deployment.host_cache_address(host)
-        server = build_host_cache(settings, address, model, schema, weights)
-        ready = f"{model.num_layers * model.num_experts} records of {schema.record_bytes:,} bytes"
-    place = place_of_records(deployment.name, deployment.secret)
+    while True:
+        heart = Heartbeat(deployment.opened_store, HOST_CACHE, str(host))
+        files = reread.files_of(deployment) if reread is not None else None
+        try:
+            server, ready = _opened_cache(deployment, host, heart.mine)
+            break
+        except (ConfigError, CheckpointError) as exc:
+            if reread is None or files is None or not notifier.is_heard:
+                raise
+            if not has_served(deployment):
+                raise
+            say(f"eplb host-cache: {exc}; trying again once {files} changes")
+            waits = WaitReports(
+                f"host cache of host {host}", partial(_note_wait, deployment, host), notifier, say
+            )
+            found = reread.wait_for_start(str(exc), files, waits, stop, notifier.alive)
+            if found is None:
+                return
+            deployment = found
+    settings, place = deployment.host_cache, place_of_records(deployment.name, deployment.secret)
     with closing(build_engine_records(settings, place, server=server)) as records:
         say(
             f"eplb host-cache: host {host} of {deployment.name}: ready: {ready}, "
@@ -167,6 +151,34 @@ def run_host_cache(deployment: Deployment, host: int, say: Say) -> None:
                 Event().wait(POLL_S)
                 records.check()  # takes the cache's lock: in a deadlock no progress is reported
                 notifier.alive()
+
+
+def _opened_cache(
+    deployment: Deployment, host: int, mine: Announcement
+) -> tuple[HostCacheServer | None, str]:
+    """The cache of a checkpoint, None without one; and what it is ready with."""
+    # Imported here: it loads torch.
+    from rebalance.assembly.host_cache import build_host_cache
+
+    _join_store(deployment, mine)
+    weights = deployment.settings.model
+    if weights.checkpoint is None:
+        return None, "records that an engine offers"
+    model = deployment.model
+    check_checkpoint(weights, model)
+    schema, address = deployment.schema, deployment.host_cache_address(host)
+    server = build_host_cache(deployment.host_cache, address, model, schema, weights.checkpoint)
+    count = model.num_layers * model.num_experts
+    return server, f"{count} records of {schema.record_bytes:,} bytes"
+
+
+def _note_wait(deployment: Deployment, host: int, line: str) -> None:
+    """Store what a host cache waits for, as the verdict shows it."""
+    try:
+        with closing(deployment.opened_store()) as store:
+            store.add_event(WAITING, OfHost(host, line, "host cache"))
+    except StoreError as exc:
+        log.warning("event not stored: %s", exc)
 
 
 def _join_store(deployment: Deployment, mine: Announcement) -> None:

@@ -389,14 +389,17 @@ def _launchers(state: State) -> Iterator[Symptom]:
 
 
 def _waits(seen: Reading) -> Iterator[Symptom]:
-    """Launchers whose ranks cannot start yet, by what they reported last; none once tokens come."""
+    """Parts of hosts that cannot start yet, by what they reported last; none once tokens come."""
     state = seen.state
     after = max(state.load.token_time or 0.0, state.store.time - WAITING_SHOWN_S)
     waiting = ((event.time, event.fact) for event in seen.events if event.kind == WAITING)
-    latest = {its.host: (at, its.message) for at, its in waiting if isinstance(its, OfHost)}
-    for host, (at, text) in latest.items():
+    latest = {
+        f"the {its.part or 'launcher'} of host {its.host}": (at, its.message)
+        for at, its in waiting
+        if isinstance(its, OfHost)
+    }
+    for name, (at, text) in latest.items():
         if at > after:
-            name = f"the launcher of host {host}"
             yield Symptom("start-waits", Grade.DEGRADED, text, subject=name)
 
 

@@ -44,6 +44,7 @@ reads = reading()
 NOTES = "Eplb-Notes"  # header: what the format of the file cannot express
 MOST_LAYERS = 64  # layers of one page; 64 x 2,880 slots are about 3 MB
 SHOWN = 8  # experts of a cell of a table
+SHOWN_OF_HASH = 8  # characters: a reason has to have room beside them
 FILE_OF = {  # ending and media type, by engine
     "sglang": ("json", "application/json"),
     "vllm": ("jsonl", "application/jsonl"),
@@ -144,8 +145,11 @@ def placements(service: Service, limit: Limit = 100, before: Before = None) -> P
 
 def show_lines(found: dict[str, Any]) -> None:
     """Print placements, and why each was made."""
-    shown = (one | {"replicas": sum(one["num_replicas"])} for one in found["placements"])
-    listing(shown, "generation time plan_id:plan replicas hash reason", none="no placements")
+    shown = (
+        one | {"replicas": sum(one["num_replicas"]), "hash": one["hash"][:SHOWN_OF_HASH]}
+        for one in found["placements"]
+    )
+    listing(shown, "generation:gen time plan_id:plan replicas hash reason", none="no placements")
 
 
 command(

@@ -93,13 +93,22 @@ def ranks(service: Service, response: Response) -> RanksAnswer:
 
 
 def show_reports(found: list[dict[str, Any]]) -> None:
-    """Print what ranks do beside what they hold."""
+    """Print what ranks do beside what they hold, in 80 columns; why one is frozen comes below."""
     listing(
-        (one | {"alive": "yes" if one["is_alive"] else "no"} for one in found),
-        "rank node alive step generation phase age_s step_ms wait_ms state experts sole_experts "
-        "frozen",
+        (one | _as_shown(one) for one in found),
+        "rank node phase step generation:gen age_s:age step_ms:ms wait_ms:wait experts "
+        "sole_experts:sole state",
         none="no run has begun, so there are no ranks yet",
     )
+    line(*(f"rank {one['rank']} moves nothing: {one['frozen']}" for one in found if one["frozen"]))
+
+
+def _as_shown(one: dict[str, Any]) -> dict[str, str | None]:
+    """Times with one decimal; a rank that does not report is silent, whatever it did last."""
+    times = {name: one[name] for name in ("age_s", "step_ms", "wait_ms")}
+    shown = {name: None if value is None else f"{value:.1f}" for name, value in times.items()}
+    is_silent = not one["is_alive"] and one["age_s"] is not None
+    return shown | {"phase": "silent" if is_silent else one["phase"]}
 
 
 def ask_for_ranks(ask: Ask) -> Answer:

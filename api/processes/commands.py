@@ -127,6 +127,11 @@ class Notifier:
         self._address = address and ("\0" + address[1:] if address[0] == "@" else address)
         self._clock, self._reported = clock, -math.inf
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a supervisor has started this command."""
+        return bool(self._address)
+
     def ready(self) -> None:
         """Report that the start is over."""
         self._send("READY=1")

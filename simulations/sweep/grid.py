@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.load import Phase
 from eplb.core.model import ModelShape
 from eplb.errors import ConfigError, HistoryError
+from simulations.own_policies import source_digest
 from simulations.windows import WindowSeries
 from simulations.workloads import windows_named
 
@@ -75,11 +77,13 @@ class SweepTask:
     policy: str
     dispatch: str
     seed: int  # seed of the planner, and of generated load
+    policy_file: str = ""  # FILE.py:FUNCTION of an own policy; "": it is in the table
+    policy_digest: str = ""  # of an own policy's source
 
     @property
     def digest(self) -> str:
-        """The name of its result."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """The name of its result, wherever the file of its policy lies."""
+        text = json.dumps(asdict(replace(self, policy_file="")), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -92,11 +96,21 @@ def tasks_of(
     policies: Sequence[str],
     dispatch: Sequence[DispatchRule],
     seeds: Sequence[int],
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> list[SweepTask]:
-    """Every combination once, in order of the arguments, the last one fastest."""
+    """Every combination once, in order of the arguments, the last one fastest.
+
+    Args:
+        files: FILE.py:FUNCTION of policies that workers have to read.
+    """
     rules = [rule.value for rule in dispatch]
     grid = product(ranks, redundant, intervals, policies, rules, seeds)
-    return list(dict.fromkeys(SweepTask(settings, *one) for one in grid))
+    tasks = dict.fromkeys(SweepTask(settings, *one) for one in grid)
+    sources = {name: (files.get(name, ""), source_digest(name)) for name in policies}
+    return [
+        replace(one, policy_file=sources[one.policy][0], policy_digest=sources[one.policy][1])
+        for one in tasks
+    ]
 
 
 @cache

@@ -31,6 +31,7 @@ from eplb.errors import ConfigError, EplbError
 from eplb.packages import needed_for
 from simulations.inputs import even_topology, model_of, step_model_of
 from simulations.migration_cost import MigrationCost
+from simulations.own_policies import register_named, source_digest
 from simulations.peers import register_peers
 from simulations.replay import Scenario, replay_all
 from simulations.report import summary
@@ -295,6 +296,13 @@ def run_task(load: Load, task: SweepTask) -> Row:
         HistoryError: load that cannot be replayed.
     """
     register_peers()
+    if task.policy_file:
+        register_named(task.policy_file)
+    if task.policy_digest and source_digest(task.policy) != task.policy_digest:
+        raise ConfigError(
+            f"policy {task.policy!r} was changed since the sweep began, expected the same source "
+            "on all hosts: run the sweep again"
+        )
     scenario = _scenario(load, task)
     replays = replay_all(scenario, [task.policy])
     result = summary(task.settings.load, scenario, replays)

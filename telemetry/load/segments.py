@@ -60,7 +60,7 @@ class Segment:
         """Make a file of that number, which must be new."""
         path = folder / f"{number:012d}{SUFFIX}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        segment = cls(path, os.open(path, flags, 0o644), 0)
+        segment = cls(path, os.open(path, flags, 0o600), 0)
         try:
             segment._write(HEADER)
         except OSError:
@@ -169,7 +169,7 @@ class SpoolFolder:
         self._max_bytes, self._segment_bytes = max_bytes, max_bytes // _NUM_SEGMENTS
         self._segments: list[Segment] = []
         self._next_number = 1
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _locked(path)
         try:
             for segment_path in sorted(path.glob("[0-9]" * 12 + SUFFIX)):
@@ -239,7 +239,7 @@ class SpoolFolder:
                 os.close(folder)
         elif last is not None:
             log.warning("%s was deleted by another process; creating a new segment", last.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         made = Segment.make(self.path, self._next_number)
         self._next_number += 1
         self._segments.append(made)
@@ -291,7 +291,7 @@ def _length_of_whole(data: bytes, at: int) -> int | None:
 
 def _locked(path: Path) -> int:
     """Acquire the folder's lock, which ends with the process."""
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(lock, 0)

@@ -203,10 +203,11 @@ class ServedOn:
 
 @dataclass(frozen=True)
 class OfHost:
-    """What happens to the ranks of a host, by its launcher."""
+    """What happens to the ranks of a host, by its launcher or its host cache."""
 
     host: int
     message: str
+    part: str | None = None  # None: the launcher
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from eplb.core.kernels import kernel_for
 from eplb.core.model import KV_TOKEN_BYTES, PRESETS, kv_token_bytes
 from eplb.errors import ConfigError
 from simulations.inputs import even_topology, model_named
-from simulations.recommend import MemoryModel, Question, Speculation, recommend
-from simulations.report import limit_of
+from simulations.recommend import MemoryModel, Question, Speculation, recommend, sure_gain
+from simulations.report import conclusions, limit_of
 from simulations.step_time import hardware_named
 from simulations.windows import RecordedDeployment, WindowSeries
 
@@ -83,6 +83,24 @@ def test_gain_below_the_error_of_times_is_not_told_as_one() -> None:
     assert told[1].startswith("cannot tell whether balancing pays here")
     assert told[2].startswith("replayed, on windows that no plan had seen: imbalance")
     assert told[3].startswith("assumed, by the model of times: a step takes")
+
+
+def test_gain_of_links_that_nobody_measured_is_told_apart() -> None:
+    answer = recommend(question(hot=9))
+    best = answer.best
+    nothing = next(one for one in answer.candidates if not one.interval)
+    links = replace(nothing, step_us=best.step_us + 900.0, sequences=best.sequences)
+    links = replace(links, parts_us=(best.parts_us[0] + 900.0, *best.parts_us[1:]))
+    slower = best.tokens_per_s * best.step_us / links.step_us
+    links = replace(links, tokens_per_s=slower, ranks=best.ranks)
+    sure = sure_gain(best, links)
+
+    told = replace(answer, candidates=(replace(best, error=0.02), links)).sentences()
+
+    assert sure == pytest.approx(0.0, abs=1e-9)  # the whole gain is that of links
+    assert "+0.0% by experts, and the rest by links that nobody measured" in told[0]
+    assert told[1].startswith("cannot tell whether balancing pays here: what experts gain is below")
+    assert sure_gain(best, replace(links, sequences=best.sequences + 1)) is None
 
 
 def test_redundancy_that_takes_the_whole_cache_does_not_fit() -> None:
@@ -437,3 +455,23 @@ def test_model_of_a_config_is_asked_about_and_the_answer_ends_with_a_verdict(
     assert found["verdict"]["worth"] in ("moves", "replica")
     assert found["sentences"][-1] == f"verdict: {found['verdict']['sentence']}"
     assert "verdict: worth enabling" in ran.stdout
+
+
+def compared(**moved: tuple[float, int]) -> str:
+    """The first conclusion on policies by their imbalance and the experts that they moved."""
+    policies = {
+        name: {"oracle": False, "failed": "", "imbalance_mean": mean}
+        | {"experts_moved": experts, "rebalances": 1, "objective": ""}
+        for name, (mean, experts) in moved.items()
+    }
+    result = {"policies": policies, "windows": 40, "steps_per_window": 4}
+    return conclusions(result)[0]
+
+
+def test_winner_that_moves_far_more_for_little_is_named_with_the_other() -> None:
+    assert compared(none=(1.6, 0), auto=(1.112, 9_000), flashlb=(1.1, 372_212)) == (
+        "best by mean imbalance, oracles aside: flashlb, by 0.012 over auto, which moves 9,000 "
+        "experts in place of 372,212; --hardware and --model price moves"
+    )
+    assert compared(none=(1.6, 0), auto=(1.14, 9_000), flashlb=(1.1, 372_212)).endswith(": flashlb")
+    assert compared(none=(1.6, 0), auto=(1.11, 200_000), flashlb=(1.1, 372_212)).endswith("flashlb")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -23,6 +25,7 @@ from eplb.core.dispatch import DispatchRule
 from eplb.core.model import PRECISIONS, ModelShape
 from eplb.core.placement import Placement
 from eplb.errors import ConfigError
+from simulations.own_policies import OF_A_FILE, absolute, register_named
 from simulations.pages.document import ReportPage, graph_objects
 from simulations.peers.engines import ENGINES
 from simulations.step_time import HARDWARE
@@ -31,7 +34,7 @@ from simulations.workloads import PREFIX
 from telemetry.formats.model_config import model_by_name
 from telemetry.formats.table import write_placement
 from telemetry.formats.types import Layers, PlacementFile, ReadOptions, WriteOptions
-from telemetry.written_files import check_writable, file_digest
+from telemetry.written_files import check_writable, file_digest, write_atomically
 
 MAX_WINDOWS = 4096
 MOST_COUNTS = 10**10  # token counts of a load: hours of one replay
@@ -47,7 +50,10 @@ Trace = Annotated[
     ),
 ]
 Policies = Annotated[
-    str, typer.Option("--policy", help="Policies to compare; raw:NAME has no gate.")
+    str,
+    typer.Option(
+        "--policy", help="Policies to compare, own ones as FILE.py:FUNCTION; raw:NAME has no gate."
+    ),
 ]
 Ranks = Annotated[str, typer.Option(help="Ranks of groups to compare, as 16,32.")]
 RanksPerNode = Annotated[int, typer.Option(min=0, max=65_536, help="Ranks that share a node.")]
@@ -115,9 +121,12 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """Where a command writes its plots."""
+    """Where a command writes its plots and the rows of its table."""
 
     html: Annotated[Path | None, typer.Option("--html", help="Write a page of plots.")] = None
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write the table, all of its figures, as CSV.")
+    ] = None
 
     def check(self) -> None:
         """Refuse a page that could not be written, before a long run.
@@ -128,6 +137,8 @@ class PlotOptions:
         if self.html is not None:
             graph_objects()
             check_writable(self.html, "--html")
+        if self.csv is not None:
+            check_writable(self.csv, "--csv")
 
     def write(self, page: Callable[[], ReportPage]) -> None:
         """Write the page if it is asked for.
@@ -137,6 +148,26 @@ class PlotOptions:
         """
         if self.html is not None:
             page().write(self.html)
+
+    def write_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows as CSV if it is asked for; figures of several values are left out.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if self.csv is None:
+            return
+        names = dict.fromkeys(
+            name
+            for row in rows
+            for name, value in row.items()
+            if not isinstance(value, list | tuple | Mapping)
+        )
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(names), extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        write_atomically(self.csv, text.getvalue().encode())
 
 
 @dataclass(frozen=True)
@@ -263,8 +294,18 @@ def reading_of(trace: str, stated: FileOptions, timed: StepOptions, **others: An
 
 
 def names_in(policies: str) -> tuple[str, ...]:
-    """Names of policies that commas separate."""
-    return tuple(name.strip() for name in policies.split(","))
+    """Names of policies that commas separate; those of files are in the table afterwards.
+
+    Raises:
+        ConfigError: a file that cannot be used.
+    """
+    return tuple(register_named(name.strip()) for name in policies.split(","))
+
+
+def files_of(policies: str) -> dict[str, str]:
+    """Names in the table of policies that files have, and how each was named, from any folder."""
+    given = (name.strip() for name in policies.split(","))
+    return {register_named(one): absolute(one) for one in given if OF_A_FILE.fullmatch(one)}
 
 
 def command_line() -> str:

@@ -25,6 +25,7 @@ from api.cli.simulator.options import (
     replayed,
 )
 from api.terminal.printable import print_plain
+from api.terminal.progress import telling_of_compiler
 from eplb.core.cost import CostModel
 from eplb.core.model import kv_token_bytes as model_kv_bytes
 from eplb.errors import ConfigError
@@ -211,7 +212,8 @@ def recommend_command(
         speculation=speculation,
     )
     is_shown = not report.json_output
-    with replayed(question.windows, question.most_replays, is_shown=is_shown) as counted:
+    replays = replayed(question.windows, question.most_replays, is_shown=is_shown)
+    with telling_of_compiler(is_shown=is_shown), replays as counted:
         answer = recommend(replace(question, windows=counted))
     best, source = answer.best, kernel.source
     assert best.placement is not None, "the best candidate was replayed"
@@ -224,6 +226,7 @@ def recommend_command(
         "assumed": "; ".join(assumed) or "nothing",
     }
     plots.write(lambda: recommendation_page(answer, Path(trace).name, inputs))
+    plots.write_rows([one.as_json() for one in answer.candidates])
     about = {"source": Path(trace).name, "chosen": best.name}
     written = chosen_by.write(best.placement, best.ranks, shape, about)
     flags = engine_options(best, shape.num_experts)

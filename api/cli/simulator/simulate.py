@@ -23,6 +23,7 @@ from api.cli.simulator.options import (
     replayed,
 )
 from api.terminal.printable import print_plain
+from api.terminal.progress import telling_of_compiler
 from eplb.core.cost import CostModel
 from eplb.core.problem import Budget
 from simulations.failures import failures_of
@@ -155,7 +156,8 @@ def simulate(
         )
         load = replace(load, phase="prefill" if timed.prefill else "decode")
         price = MigrationCost(step_model.model, step_model.hardware)
-    with replayed(load, is_shown=not report.json_output) as windows:
+    is_shown = not report.json_output
+    with telling_of_compiler(is_shown=is_shown), replayed(load, is_shown=is_shown) as windows:
         scenario = Scenario(
             topology,
             fitted,
@@ -179,6 +181,8 @@ def simulate(
         result["failures"] = {"of": best.policy, "found": [asdict(one) for one in costs]}
         sentences += [f"{best.policy}, {one.sentence()}" for one in costs]
     plots.write(lambda: comparison_page(result, scenario, replays, sentences, command_line()))
+    of_policies: dict[str, dict[str, object]] = result["policies"]
+    plots.write_rows([{"policy": name} | one for name, one in of_policies.items()])
     about = {"source": Path(trace).name, "policy": best.policy}
     sentences += chosen_by.write(best.last_placement, ranks, fitted, about)
     sentences += [f"note: {note}" for note in load.notes]

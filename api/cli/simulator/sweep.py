@@ -23,6 +23,7 @@ from api.cli.simulator.options import (
     StepOptions,
     Trace,
     command_line,
+    files_of,
     names_in,
     reading_of,
 )
@@ -99,6 +100,7 @@ def sweep_command(
     json_output: AsJson = False,
 ) -> None:
     """Replay every combination of the given values; finished ones are skipped when run again."""
+    plots.check()
     times = (timed.model, timed.hardware, timed.prefill, timed.other_us or 0.0, overlap)
     digest = model_digest(timed.model) if timed.model is not None else ""
     settings = SweepSettings("", software(), *times, past, ranks_per_node, timed.precision, digest)
@@ -116,6 +118,7 @@ def sweep_command(
         policies=policies,
         dispatch=[_rule(name.strip()) for name in dispatch.split(",")],
         seeds=numbers("--seed", seed, least=0, most=2**32 - 1),
+        files=files_of(policy),
     )
     results = Results(output)
     execute: Executor = run_on_ray
@@ -130,6 +133,7 @@ def sweep_command(
         done = sweep(load, tasks, results, execute, advance, task_s=task_minutes * 60)
     best_first = sorted(done.rows, key=lambda row: row.order)
     plots.write(lambda: sweep_page(best_first, Path(trace).name, command_line()))
+    plots.write_rows([asdict(row) for row in best_first])
     if json_output:
         typer.echo(dumps(_as_json(done) | {"notes": windows.notes}, indent=2))
     else:

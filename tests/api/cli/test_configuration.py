@@ -34,6 +34,7 @@ from telemetry.state.store import StateStore
 from tests.support.deployments import deployment_in
 from tests.support.repository import ROOT
 
+OF_DEMO = ["--config", ".eplb/settings.toml"]
 PAGE = ROOT / "docs" / "configuration.md"
 # Names without a section that people have written into files.
 OLD_NAMES = """
@@ -49,6 +50,26 @@ OLD_NAMES = """
 
 def load(named: dict[str, Any] | None = None, **environ: str) -> Settings:
     return load_tree({}, config=None, environ=environ, named=named)
+
+
+def test_settings_of_a_demo_s_folder_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EPLB_CONFIG", raising=False)
+    before = CliRunner().invoke(app, ["config"])
+    file = tmp_path / ".eplb" / "settings.toml"
+    file.parent.mkdir(mode=0o700)
+    file.write_text("[topology]\nranks_per_node = 4\n")
+    told, named = (CliRunner().invoke(app, ["config", *words]) for words in ([], OF_DEMO))
+
+    assert (before.exit_code, before.stderr) == (0, "")
+    assert told.stderr == (
+        "note: a demo ran in this folder by other settings: eplb config --config "
+        ".eplb/settings.toml\n"
+    )
+    assert (named.exit_code, named.stderr) == (0, "")
+    assert "ranks_per_node = 4" in named.stdout
 
 
 def refusal(named: dict[str, Any] | None = None, **environ: str) -> str:

@@ -19,9 +19,11 @@ from typer.testing import CliRunner
 from api.cli.config import named_settings
 from api.cli.main import app
 from api.cli.simulator.options import replayed
+from api.operations.placements import show_lines
+from api.operations.ranks import show_reports
 from api.operations.watching import show_events
 from api.terminal.printing import listing, numbers, time_of
-from api.terminal.progress import progress
+from api.terminal.progress import progress, telling
 from eplb.core.load import as_history
 from eplb.errors import ConfigError
 from simulations.windows import of_history
@@ -164,6 +166,30 @@ def test_lines_of_a_pipe_have_no_blanks_at_their_end(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines() == ["id  text", " 1  a", f" 2  {'b' * 300}"]
 
 
+def test_ranks_and_placements_fit_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which consoles take for a terminal
+    rank = {"rank": 127, "node": 15, "phase": "preload", "step": 12_345_678, "generation": 1234}
+    rank |= {"age_s": 0.4567, "step_ms": 123.456, "wait_ms": 101.9, "is_alive": True}
+    rank |= {"experts": 522, "sole_experts": 500, "state": "draining", "frozen": ""}
+    silent = rank | {"is_alive": False, "age_s": 70.0, "frozen": "the mover's thread failed"}
+    reason = "first placement: unbalanced, experts in order (eplb launch, host 0)"
+    placement = {"generation": 1234, "time": 1.6e9, "plan_id": 123, "num_replicas": [32] * 58}
+    placement |= {"hash": "0123456789abcdef", "reason": reason}
+
+    show_reports([rank, silent])
+    show_lines({"placements": [placement]})
+
+    text = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "…" not in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "silent  12345678" in text
+    assert "rank 127 moves nothing: the mover's thread failed" in text
+    assert all(word in text for word in reason.split())
+
+
 def test_pipe_gets_no_bar(capfd: pytest.CaptureFixture[str]) -> None:
     with progress("windows", 2) as advance:
         advance(1)
@@ -189,16 +215,41 @@ def test_bar_is_on_the_error_stream_of_a_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # which consoles take for a terminal
 
-    with progress("windows", 2) as advance:
+    errors = ""
+    with progress("windows", 2, after_s=0.0) as advance:
         advance(2)
+        while "2/2" not in errors:
+            errors += capfd.readouterr().err
         print("result", file=sys.stdout, flush=True)
 
-    out, errors = capfd.readouterr()
-    assert out == "result\n"
-    assert "2/2" in errors
+    assert capfd.readouterr().out == "result\n"
     with progress("windows", 2, is_shown=False):
         pass
     assert capfd.readouterr().err == ""
+
+
+def test_short_work_draws_no_bar_on_a_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    with progress("windows", 2) as advance:
+        advance(2)
+
+    assert capfd.readouterr() == ("", "")
+
+
+def test_long_work_is_told_in_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+    told = ""
+    with telling("planning", line_after_s=0.0):
+        while told.count("\n") < 2:
+            told += capfd.readouterr().err
+
+    told += capfd.readouterr().err
+    assert set(told.splitlines()) == {"planning: 0 s so far"}
+    with telling("planning"):  # that is over at once
+        pass
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

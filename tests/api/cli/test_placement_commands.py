@@ -63,7 +63,7 @@ def test_history_is_listed_newest_first_page_by_page(place: list[str]) -> None:
     rest = json.loads(run(place, "list", "--before", "2", "--json")[1])
 
     assert status == 0, text
-    assert lines[0].split() == ["generation", "time", "plan", "replicas", "hash", "reason"]
+    assert lines[0].split() == ["gen", "time", "plan", "replicas", "hash", "reason"]
     assert [line.split()[0] for line in lines[1:]] == ["2", "1"]
     assert lines[1].endswith("hot expert")
     found = page["placements"] + rest["placements"]

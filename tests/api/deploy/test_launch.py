@@ -20,6 +20,7 @@ import pytest
 
 from api.deploy.launch import ExcludedRanks, Launch, Rejoins, check_start, run_ranks
 from api.deploy.local_ranks import LocalRanks
+from api.deploy.waits import Reread
 from api.interrupts import StopSignals
 from api.processes.supervision import SupervisionSettings
 from eplb.errors import ABSENT, ConfigError, RankError
@@ -28,7 +29,7 @@ from eplb.migration.serialisation import topology_to_dict
 from rebalance.assembly import places
 from rebalance.assembly.description import DeploymentDescription
 from rebalance.assembly.places import claim_place
-from telemetry.state.events import STOPPED
+from telemetry.state.events import STOPPED, WAITING
 from telemetry.state.runs import RunInfo
 from tests.support.deployments import (
     EPLB,
@@ -68,6 +69,9 @@ def own_signals() -> Iterator[None]:
     yield
     for one, handler in kept.items():
         signal.signal(one, handler)
+
+
+REFUSES_AS_RANK_1 = "sys.exit(2) if os.environ['RANK'] == '1' else signal.pause()"
 
 
 def launch_of(folder: Path, code: str, host: int = 0, **changes: Any) -> Launch:
@@ -427,6 +431,80 @@ def test_rank_that_refused_to_start_is_not_started_again(tmp_path: Path) -> None
     assert status == 2
     assert (tmp_path / "starts-0").read_text() == "x"
     assert said[1].endswith("exited with status 2: it refused to start, and is not started again")
+
+
+def test_ranks_that_refuse_after_they_served_start_once_the_refused_file_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.deploy.waits.LOOK_S", 0.05)
+    monkeypatch.setattr("api.deploy.waits.TELL_AFTER_S", 0.0)
+    weights = tmp_path / "weights"
+    weights.write_text("whole")
+    code = (
+        REPORTS + "\nimport pathlib, sys; r = os.environ['RANK']\n"
+        "with open(f'starts-{r}', 'a') as file: file.write('x')\n"
+        "starts, found = len(open(f'starts-{r}').read()), open('weights').read()\n"
+        "if starts == 1:\n"
+        "    report_run(int(r), 'r1', os.environ); report_ready(int(r), os.environ)\n"
+        "    open('weights', 'w').write('half'); sys.exit(1)\n"
+        "sys.exit(0 if found == 'whole' else 2)"
+    )
+    launch = launch_of(tmp_path, code)
+    launch = replace(launch, reread=Reread(weights, lambda: launch.deployment))
+    told: list[str] = []
+
+    def mend(line: str) -> bool:
+        told.append(line)
+        if "waits for a change of" in line:
+            weights.write_text("whole")
+        return False
+
+    status, _ = run(launch, ends=mend)
+
+    assert status == 0, told
+    (tried,) = [line for line in told if "trying again once" in line]
+    assert tried.endswith(f"trying again once {weights} changes")
+    assert "exited with status 2: it refused to start: " in tried
+    with closing(launch.deployment.opened_store()) as store:
+        waits = [one.detail["message"] for one in store.latest_events() if one.kind == WAITING]
+    assert (
+        f"launcher of host 0 waits for a change of {weights}, after a refusal: rank " in waits[-1]
+    )
+
+
+def test_rank_that_refuses_to_join_is_started_again_only_when_its_files_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.deploy.launch.LOOK_S", 0.0)
+    monkeypatch.setattr("api.deploy.waits.LOOK_S", 0.0)
+    config, environ = tmp_path / "eplb.toml", dict(os.environ)
+    config.write_text("a = 1")
+    launch = launch_of(tmp_path, "")
+    launch = replace(launch, reread=Reread(config, lambda: launch.deployment))
+    words = [sys.executable, "-c", "import os, signal, sys\n" + REFUSES_AS_RANK_1]
+    ranks = LocalRanks(words, {0: environ | {"RANK": "0"}}, joins=True)
+    rejoins, stop = Rejoins(launch, SupervisionSettings()), StopSignals()
+    looks, starts = 0, list[int]()
+
+    def look() -> None:
+        nonlocal looks
+        due = rejoins.due(ranks)
+        starts.extend(due)
+        if due and len(starts) < 3:
+            ranks.join(1, environ | {"RANK": "1"})
+        looks += ranks.has_rank_refused(1)
+        if looks == 6:
+            config.write_text("b = 22")
+        if len(starts) == 2 and looks >= 14:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with closing(launch.deployment.opened_store()) as store:
+        topology = topology_to_dict(launch.deployment.topology)
+        store.begin_run(RunInfo("r1", 0.0, {}, topology, 1))
+        ranks.wait(stop, look)
+
+    assert starts == [1, 1]
+    assert not ranks.has_refused  # of a rank that was to join, while another serves
 
 
 @pytest.mark.system

@@ -26,7 +26,7 @@ from eplb.errors import EplbError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from runtime.checkpoints.checkpoint import Checkpoint
 from telemetry import open_store
-from telemetry.state.events import Event
+from telemetry.state.events import WAITING, Event
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.deployments import OneHost, deployment_in
@@ -119,6 +119,31 @@ def test_second_host_cache_and_another_secret_are_refused(host: OneHost) -> None
     assert other.ends() == 2
     assert "was started with a secret of fingerprint " in other.lines[-1], other.lines
     assert SECRET not in other.lines[-1]
+
+
+@pytest.mark.slow
+def test_host_cache_of_a_half_copied_checkpoint_starts_once_the_copy_is_whole(
+    host: OneHost, store: StateStore, small_checkpoint: Checkpoint
+) -> None:
+    weights = host.folder / "copy"
+    shutil.copytree(small_checkpoint.path, weights)
+    checkpoint = {"EPLB_MODEL__CHECKPOINT": str(weights)}
+    begin_run(store)  # ranks have served, and those that start wait for the cache
+    file = max(weights.glob("*.safetensors"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+
+    alone = host.start("eplb", "host-cache", **checkpoint)
+    supervised = host.start("eplb", "host-cache", NOTIFY_SOCKET="@nobody", **checkpoint)
+    assert alone.ends() == 2, alone.lines
+    supervised.wait_for(f"trying again once {weights} or eplb.toml changes")
+    told = next_event(store, lambda event: event.kind == WAITING)
+    file.write_bytes(whole)
+    supervised.wait_for("ready: 16 records")
+
+    assert told.detail["message"].startswith("host cache of host 0 waits for a change of ")
+    assert str(file) in told.detail["message"]
+    assert supervised.ends(signal.SIGTERM) == 0, supervised.lines
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from api.app import create_app
 from api.cli.main import app
 from api.deploy.first_placement import START_EVENT
-from api.deploy.roles import CompileReports
 from api.monitor.state import PaceView
 from api.operations import watching
 from api.operations.table import read_answer
+from api.terminal.progress import CompileReports
 from eplb import LoadSample, ModelShape, Placement, Topology, build_migration
 from eplb.errors import ConfigError
 from eplb.migration.serialisation import model_to_dict, topology_to_dict

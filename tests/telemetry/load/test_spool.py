@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -111,6 +112,16 @@ def test_without_a_folder_the_newest_are_kept_in_memory() -> None:
 
 
 # -- what a death leaves
+
+
+def test_files_of_a_spool_are_for_their_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    fill(folder, 3)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+
+    assert len(modes) == 2  # a segment and the lock
+    assert set(modes.values()) == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_torn_record_is_cut_off_and_counted_wherever_it_is_torn(folder: Path) -> None:
