@@ -22,6 +22,7 @@ from eplb.core.model import ModelShape
 from eplb.core.placement import Placement, check_sources, moves_per_layer, with_shares_of
 from eplb.core.problem import AskedObjective, Budget, Problem, Record
 from eplb.core.topology import Topology
+from eplb.core.zones import keeps_groups
 from eplb.decision.alternatives import (
     ROUNDING,
     Choice,
@@ -50,6 +51,7 @@ from eplb.shares.traffic import with_less_crossing
 __all__ = ["Plan", "plan", "plan_for", "plan_to"]
 
 ON_WINDOWS = ("auto", "fresh")  # policies that search on each window
+FEW_SLOTS = 32  # of a layer, up to which plans by tokens are compared with those over fewer
 EASY = ("greedy", "fresh")  # policies that ``auto`` is never worse than, by the price of its moves
 
 
@@ -242,9 +244,35 @@ def _proposed(
     if not _splits(problem, policy):
         return proposed, curve
     proposed = with_shares(problem, proposed)
+    is_fresh = policy == "fresh" or (policy == "auto" and problem.current is None)
+    if is_fresh and (fewer := _with_fewer_slots(problem)) is not None:
+        other, _ = _proposed(fewer, policy, serving, forced)
+        better = other.score < proposed.score - ROUNDING
+        if by_rank:
+            better[:] = other.score.sum() < proposed.score.sum() - ROUNDING
+        proposed = proposed.with_layers(other, better)
     if problem.current is None:
         return no_worse_than(problem, serving, proposed), curve
     return without_losses(problem, serving, proposed, forced), curve
+
+
+def _with_fewer_slots(problem: Problem) -> Problem | None:
+    """The problem without one slot of each rank; None where a plan for it cannot be better.
+
+    By time a replica costs a reading of weights, and the search takes few away. By tokens a slot
+    more makes a plan worse by chance alone, where there are few.
+    """
+    room = np.maximum(problem.room - 1, 0)
+    is_of_use = problem.objective == "time" or problem.topology.num_slots <= FEW_SLOTS
+    if not is_of_use or room.sum(axis=1).min() < problem.num_experts:
+        return None
+    if problem.constraints.binds_experts:
+        return None
+    if problem.groups_stay and not keeps_groups(
+        problem.topology, problem.num_groups, problem.num_experts, room
+    ):
+        return None
+    return replace(problem, constraints=replace(problem.constraints, slots=room))
 
 
 def _splits(problem: Problem, policy: str) -> bool:

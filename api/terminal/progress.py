@@ -1,8 +1,8 @@
 """How far a command is: a bar on the error stream of a terminal, which its end removes.
 
-A bar appears once its work has lasted a moment, so that a short command draws nothing. A pipe gets a
-line now and then from a command that may take long, and else nothing. A command that prints JSON has
-no bar.
+A bar appears once its work has lasted a moment, so that a short command draws nothing. A pipe gets
+a line now and then from a command that may take long, and else nothing. A command that prints JSON
+has no bar.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class Promise:
 class Expected(NamedTuple):
     """Part of a promised gain that is expected on future windows."""
 
-    part: float  # the estimate
-    sure: float  # the estimate minus a multiple of its deviation: the part that a decision uses
+    part: float  # the estimate, 0 to 1
+    sure: float  # less a multiple of its deviation: the part that a decision uses, 0 to 1
     is_judged: bool  # whether unseen windows are part of the estimate
 
 
@@ -92,21 +92,22 @@ def expected_part(problem: Problem, promised: FloatArray, changed: BoolArray) ->
     if gain <= 0 or not unseen:
         return Expected(0.0, 0.0, False)
     part = problem.record.kept
-    doubt = PRIOR_DOUBT * part
     seen = _crossfitted(problem, changed) if problem.num_blocks >= FEWEST else np.zeros(0)
     if len(seen) < 2:
         # The record alone does not change with more windows, so repeated planning finds nothing by
         # chance, and a long-serving placement must not block every gain.
-        return Expected(part, part - CAUTION * doubt, False)
+        return Expected(part, part - CAUTION * PRIOR_DOUBT * part, False)
     # With few runs their deviation is uncertain, so it is increased.
     spread = seen.std(ddof=1) / len(seen) ** 0.5 * (len(seen) + 1) / (len(seen) - 1)
     scale = float(changed.mean()) / gain
     evidence, error = float(seen.mean()) * scale, max(float(spread) * scale, 1e-9)
+    doubt = PRIOR_DOUBT * part
     weight = doubt**2 / (error**2 + doubt**2)
     part, doubt = part + weight * (evidence - part), doubt * (1 - weight) ** 0.5
     # A load that has not changed for long is looked at as often, whatever moved meanwhile.
     looks = max(problem.unseen or 0, int(problem.complete.sum()))
-    return Expected(part, part - min(CAUTION + looks / LOOKS, MOST_CAUTION) * doubt, True)
+    sure = part - min(CAUTION + looks / LOOKS, MOST_CAUTION) * doubt
+    return Expected(min(max(part, 0.0), 1.0), min(max(sure, 0.0), 1.0), True)
 
 
 def _crossfitted(problem: Problem, changed: BoolArray) -> FloatArray:
@@ -383,6 +384,8 @@ def ordered(problem: Problem, serving: Option, wanted: Option, why: str) -> Choi
     outlook = _outlook(problem, serving, wanted)
     judged, figures = decide(outlook, problem.priced)
     decision = Decision.MOVE if outlook.num_moves else Decision.RESPLIT
+    if not np.isfinite(outlook.before):  # a time without end is no figure
+        judged, figures = decision, "some experts have no live slot in the current placement"
     note = "" if judged is decision else f", by itself a {judged.value}"
     return Choice(decision, f"{why}: {figures}{note}", wanted, _gain(serving, wanted))
 

@@ -348,11 +348,41 @@ def windows_since_change(history: LoadHistory, *, false_alarm: float = FALSE_ALA
 def planning_history(history: LoadHistory, *, last: int) -> LoadHistory:
     """Return the windows that a plan should look at: the latest ones, none from before a change.
 
+    Where a change led back to a load that was seen before, both loads stay: see ``remembered``.
+
     Args:
         history: more windows than ``last``, so that a change can be distinguished from noise.
         last: windows that a plan looks at when nothing changes.
     """
-    return history.latest(min(last, windows_since_change(history)))
+    num_new = windows_since_change(history)
+    earlier = remembered(history, num_new, last=last)
+    return history.of_windows(np.append(earlier, np.arange(-min(last, num_new), 0)))
+
+
+def remembered(history: LoadHistory, num_new: int, *, last: int) -> NDArray[np.intp]:
+    """Return the windows before a sudden change that a plan should look at, oldest first.
+
+    None, unless some of them have the load that the change led to: then loads come and go, and the
+    next change may lead back again. Both are planned for, each with half of the windows at most.
+
+    Args:
+        history: as many windows as a load is remembered for.
+        num_new: the latest ones, after the change.
+        last: windows that a plan looks at.
+    """
+    num_old, spare = history.num_windows - num_new, last - num_new
+    if num_old == 0 or spare <= 0:
+        return np.zeros(0, dtype=np.intp)
+    tokens = history.tokens
+    apart = js_divergence(tokens[:num_old], tokens[num_old:].sum(axis=0)).mean(axis=1)
+    between = np.median(apart[-FEWEST_WINDOWS:])  # the two loads
+    alike = np.median(js_divergence(tokens[:-1], tokens[1:]).mean(axis=1)) * (1 + 1 / num_new) / 2
+    is_back = apart < (alike + between) / 2
+    if not is_back.any():
+        return np.zeros(0, dtype=np.intp)
+    back = np.flatnonzero(is_back)[::-1][: max(last // 2 - num_new, 0)]
+    others = np.flatnonzero(~is_back)[::-1][: spare - len(back)]
+    return np.sort(np.concatenate([back, others]))
 
 
 def _strongest_split(tokens: NDArray[np.int64], false_alarm: float) -> LoadChange | None:

@@ -38,7 +38,7 @@ from rebalance.controller.load import ServingGroup
 from rebalance.controller.plans.planner_request import curve_of
 from rebalance.controller.plans.track_record import Judged, TrackRecord
 from rebalance.controller.settings import ControllerSettings
-from telemetry.load.drift import LOOK_BACK, windows_since_change
+from telemetry.load.drift import LOOK_BACK, remembered, windows_since_change
 from telemetry.load.folder import Window, apart, history, weighted
 from telemetry.log_context import set_log_fields
 from telemetry.state.codec import from_json, to_json
@@ -90,6 +90,8 @@ class Planning:
     ) -> Past | None:
         """The latest complete windows, none from before a sudden change of load; None without any.
 
+        Where the change led back to a load that was seen before, windows of both loads stay.
+
         Args:
             group: whose windows. In one that serves both phases, with ``decode_weight``, a change
                 is one of either phase, and their mix may change.
@@ -104,12 +106,13 @@ class Planning:
             return None
         unseen = self._record().unseen(complete, serving)
         under = {window.index for window in complete[len(complete) - unseen :]}
-        changes = []  # the first window after each
-        for part in _parts(group, windows, decode_weight):
+        changes: list[tuple[Window, list[Window]]] = []  # the first window after each, of its part
+        parts = _parts(group, windows, decode_weight)
+        for part in parts:
             seen = _sum_windows(part)
             found = windows_since_change(seen)
             if found < seen.num_windows:
-                changes.append(part[-found])
+                changes.append((part[-found], part))
             since = min(sum(window.index in under for window in part), seen.num_windows)
             if since <= FEWEST_WINDOWS or serving.num_slots != group.topology.num_slots:
                 continue  # with other slots the plan is refused, and the reason is noted
@@ -119,10 +122,15 @@ class Planning:
             balance = imbalance(latest, serving, group.topology).mean(axis=1)
             if suspected := suspected_change(alike, balance):
                 self._believed = group.run.run, part[starts[-suspected]].index
-        changes += [one for one in windows if (group.run.run, one.index) == self._believed]
-        first = max(changes, key=lambda window: window.index, default=None)
-        if first is not None:
-            windows = [window for window in windows if window.index >= first.index]
+        every = ((window, part) for part in parts for window in part)
+        changes += [one for one in every if (group.run.run, one[0].index) == self._believed]
+        first = None
+        if changes:
+            first, part = max(changes, key=lambda change: change[0].index)
+            num_new = sum(window.index >= first.index for window in part)
+            earlier = remembered(_sum_windows(part), num_new, last=last)
+            stay = {part[place].index for place in earlier}
+            windows = [one for one in windows if one.index >= first.index or one.index in stay]
         return Past(
             _history(group, windows[-last:], decode_weight),
             _history(group, windows[-1:], decode_weight),

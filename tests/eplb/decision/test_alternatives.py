@@ -8,12 +8,15 @@ from math import inf
 import numpy as np
 import pytest
 
+from benchmarks.planner.never_behind import over_slots
 from eplb import Budget, Constraints, CostModel, Decision, ModelShape, Placement, Topology, plan
+from eplb.core.cost import Objective
 from eplb.core.dispatch import DispatchRule
 from eplb.core.load import LoadHistory, as_history
 from eplb.core.problem import Problem
 from eplb.decision import alternatives
 from eplb.decision.alternatives import ROUNDING, cost_of, option_of
+from eplb.decision.score import score_of
 from eplb.planner import Plan, plan_for
 from eplb.policies.table import contiguous_policy
 from eplb.search.legality import violations_of
@@ -118,6 +121,29 @@ def test_fresh_plan_for_a_rule_by_rank_starts_afresh_where_a_placement_serves(
 def test_auto_never_costs_more_than_an_easy_plan_in_500_problems() -> None:
     for seed in range(500):
         check(seed)
+
+
+@pytest.mark.parametrize("objective", ["tokens", "time"])
+@pytest.mark.parametrize("seed", [7, 23, 32, 33, 45])  # each was worse in one of the two
+def test_plan_over_one_slot_more_is_no_worse_than_one_that_leaves_it_empty(
+    objective: Objective, seed: int
+) -> None:
+    more, fewer = over_slots(seed, objective)
+
+    own, limit = (score_of(more, plan_for(it, "auto").target).mean() for it in (more, fewer))
+
+    assert own <= limit + ROUNDING
+
+
+@pytest.mark.slow
+def test_no_plan_over_one_slot_more_is_worse_in_400_problems() -> None:
+    for seed in range(200):
+        for objective in ("tokens", "time"):
+            more, fewer = over_slots(seed, objective)
+            own, limit = (
+                score_of(more, plan_for(it, "auto").target).mean() for it in (more, fewer)
+            )
+            assert own <= 1.002 * limit, (seed, objective)
 
 
 def test_gain_on_requests_that_span_windows_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:

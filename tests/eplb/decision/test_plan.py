@@ -298,6 +298,17 @@ def test_every_plan_is_legal_complete_and_repeatable(data: st.DataObject) -> Non
 # -- to a placement that was chosen elsewhere
 
 
+def test_reason_of_a_plan_from_a_placement_that_lost_experts_has_no_endless_time() -> None:
+    half = replace(Topology.uniform(1, 3, 2), alive=np.array([True, True, False]))
+    lost = Placement(np.array([[0, EMPTY, 1, EMPTY, 2, EMPTY]]), num_experts=3, generation=7)
+    whole = Placement(np.array([[0, 2, 1, EMPTY, EMPTY, EMPTY]]), num_experts=3, generation=3)
+
+    found = plan_to(Problem(as_history(HOT_FIRST), half, current=lost), whole, why="an order")
+
+    assert found.decision is Decision.MOVE
+    assert found.reason == "an order: some experts have no live slot in the current placement"
+
+
 def test_plan_to_an_earlier_placement_is_priced_and_not_gated() -> None:
     problem = Problem(as_history(HOT_FIRST), TWO_RANKS, current=EVEN_SPLIT, cost=DEAR_MOVES)
 

@@ -122,6 +122,18 @@ def test_promise_confirmed_by_unseen_windows_counts_more() -> None:
     assert parts[0] > 0.5 > parts[1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_expected_parts_are_between_none_and_all_of_a_gain(seed: int) -> None:
+    ranks = Topology.uniform(1, 4, 9)
+    load = LoadHistory(skewed(seed, (16, 2, 32)))  # each window another load: no gain lasts
+    current = plan(load, ranks, policy="contiguous").base
+    problem = Problem(load, ranks, current=current, unseen=400)
+
+    found = expected_part(problem, np.array([0.3, 0.3]), np.array([True, True]))
+
+    assert 0.0 <= found.sure <= found.part <= 1.0
+
+
 @pytest.mark.parametrize("windows", [1, 2])
 def test_windows_too_few_to_judge_leave_the_record_as_the_estimate(windows: int) -> None:
     ranks = Topology.uniform(1, 4, 9)

@@ -156,6 +156,16 @@ def test_plan_after_idle_windows_serves_busy_ones_as_one_on_the_sum(
     assert on_windows < on_sum + 0.005
 
 
+def test_plan_after_a_load_came_back_uses_both_loads(deployment: Deployment) -> None:
+    for load, windows in ((SKEWED, 8), (REVERSED, 6), (SKEWED, 2)):
+        deployment.serve(load, windows=windows)
+
+    deployment.controller(stage="observe", plan_windows=16).turn()
+
+    # Half of the 16 are of the load that is back, two of them new; the other load has six in all.
+    assert deployment.last_plan()["windows"] == 8 + 6
+
+
 def test_plan_after_a_load_change_uses_the_new_load_only(deployment: Deployment) -> None:
     controller = deployment.controller()
     deployment.decide_on(controller, SKEWED)

@@ -265,6 +265,27 @@ def test_plan_uses_the_latest_windows_and_none_before_a_change() -> None:
     assert planning_history(changed_long_ago, last=4).num_windows == 4
 
 
+def test_plan_after_a_load_came_back_uses_windows_of_both_loads() -> None:
+    there_and_back = joined(steady(8), steady(6, seed=1), steady(2))
+
+    seen = planning_history(there_and_back, last=8).first_step.tolist()
+
+    # Half of them of either load: the two new ones, and the latest before them.
+    assert seen == [6, 7, 10, 11, 12, 13, 14, 15]
+
+
+def test_load_that_was_not_seen_before_brings_no_window_back() -> None:
+    three = joined(steady(6), steady(6, seed=1), steady(2, seed=2))
+
+    assert planning_history(three, last=8).first_step.tolist() == [12, 13]
+
+
+def test_load_that_is_back_for_as_long_as_a_plan_looks_is_planned_for_alone() -> None:
+    long_back = joined(steady(8), steady(6, seed=1), steady(8))
+
+    assert planning_history(long_back, last=8).first_step.tolist() == list(range(14, 22))
+
+
 @pytest.mark.system
 def test_ignoring_load_before_a_change_saves_moves_and_imbalance() -> None:
     moves, imbalance = {}, {}
