@@ -68,7 +68,7 @@ class StopSignals:
         """Name of the signal that was received."""
         return signal.Signals(self.received).name
 
-    def wait(self, seconds: float, alive: Callable[[], None] = lambda: None) -> bool:
+    def wait(self, seconds: float, alive: Callable[[], object] = lambda: None) -> bool:
         """Wait, at most until a signal; returns whether one was received.
 
         Args:

@@ -390,7 +390,7 @@ def join(
 
 def _facts_of(part: LoadFile, *, by_step: bool) -> dict[str, Any]:
     """What all files of a recording have in common."""
-    facts = {"layer numbers": part.layers.axis, "experts": part.history.num_experts}
+    facts: dict[str, Any] = {"layer numbers": part.layers.axis, "experts": part.history.num_experts}
     if by_step and part.current is not None:
         facts["map"] = part.current.placement.hash[:12]
     return facts

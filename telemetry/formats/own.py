@@ -83,9 +83,10 @@ def read_npz(path: Path, options: ReadOptions) -> LoadFile:
 
 def of_counts(record: Any, path: Path, options: ReadOptions) -> LoadFile:
     """The load of ``{"counts": [[...]], "layer_ids": [...]}``, or of an array or lists alone."""
-    if isinstance(record, list | np.ndarray):
-        is_list = isinstance(record, list)
-        return _load_file(int_array(record, (2, 3), "the file") if is_list else record, None)
+    if isinstance(record, np.ndarray):
+        return _load_file(record, None)
+    if isinstance(record, list):
+        return _load_file(int_array(record, (2, 3), "the file"), None)
     counts = int_array(member(record, "counts", list, "the file"), (2, 3), "counts")
     ids = record.get("layer_ids")
     ids = None if ids is None else int_array(ids, 1, "layer_ids")
