@@ -154,6 +154,12 @@ class Group(Votes):
             raise RuntimeError("connection closed by peer, or timed out")
         if self.is_broken and self._rng.random() < 0.5:
             raise RuntimeError("connection closed by peer")
+        # gloo would give the bytes of one exchange to another.
+        if (
+            len({tuple(one) if isinstance(one, dict) else type(one) for one in messages.values()})
+            > 1
+        ):
+            raise Violation(f"ranks {self.members} are at different exchanges: {messages}")
         return [messages[one] for one in self.members]
 
 

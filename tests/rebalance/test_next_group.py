@@ -186,6 +186,18 @@ def test_proposal_is_void_once_its_operation_is_cancelled(monkeypatch: pytest.Mo
     assert member.part._standing() is None
 
 
+@pytest.mark.parametrize(("base", "run"), [(1, "run"), (0, "another")], ids=["base", "run"])
+def test_member_takes_no_part_in_a_proposal_that_follows_another_group(base: int, run: str) -> None:
+    member = LowestMember()
+    members, joiners = (0, 1, 2), {"2": "process"}
+
+    member.store.propose_group(GroupProposal(base, run, members, joiners, "a test"))
+    assert member.part._standing() is None
+
+    member.store.propose_group(GroupProposal(0, "run", members, joiners, "a test"))
+    assert member.part._standing() is not None
+
+
 def test_operation_that_retires_another_rank_outlives_the_failed_returns_of_a_dead_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -15,8 +15,10 @@ from benchmarks.schedules.run import run_one
 FOUND_BY = {  # a schedule that finds it
     "left with experts": 28,
     "left on its own vote": 4,
-    "proposal of another base": 380,
 }
+# Found by none of the first 600 schedules; tests/rebalance/test_next_group.py has the rule itself.
+RARE = ("proposal of another base",)
+MOST_SEEDS = 6000  # that it may survive
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,21 @@ def test_no_order_of_planned_changes_does_so_in_many_schedules_either() -> None:
     total_of(range(1_000_000, 1_002_000))
 
 
-@pytest.mark.parametrize("name", MUTANTS_OF_PLANNED)
-def test_broken_rule_of_planned_changes_is_found(name: str) -> None:
+def finds(name: str, seed: int) -> bool:
     with MUTANTS_OF_PLANNED[name]():
-        assert run_one(FOUND_BY[name], make=PlannedSchedule).violation
+        return bool(run_one(seed, make=PlannedSchedule).violation)
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_broken_rule_of_planned_changes_is_found(name: str) -> None:
+    assert finds(name, FOUND_BY[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RARE)
+def test_broken_rule_of_planned_changes_that_is_seldom_wrong_is_found(name: str) -> None:
+    assert any(finds(name, seed) for seed in range(MOST_SEEDS))
+
+
+def test_every_mutant_of_planned_changes_is_looked_for() -> None:
+    assert {*FOUND_BY, *RARE} == set(MUTANTS_OF_PLANNED)
