@@ -1,11 +1,13 @@
 """The HTTP service: routes to AdminService, problems (RFC 9457), and the page.
 
     GET  /            the page          GET  /healthz /livez /readyz /metrics
-    GET  /api/v1/...  queries           POST, PATCH /api/v1/...  requests
+    GET  /api/v1/...  queries           POST, PUT, PATCH, DELETE /api/v1/...  requests
     /deployments/NAME/...               the same, of another deployment
 
-Queries read the store, and requests are written to it. Access checks and limits are in
-``api/http/guard.py``. The two probes take no thread and never wait for the store.
+Queries read the store, and requests are written to it. Who asks is found in
+``api/http/authentication.py``, limits are kept in ``api/http/guard.py``, and roles, revisions and
+keys of requests are dependencies of the routes. The probes take no thread and never wait for the
+store.
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ def _document() -> dict[str, Any]:
 def _add_checks(
     app: FastAPI, token: str | None, state_dir: Path | None, actor: Actor | None = None
 ) -> None:
-    # The last is the outermost: a stranger's body is not read.
+    # What is added last runs first: of a request without a key that is known, no body is read.
     app.add_middleware(Guard, limits=app.state.limits, any_host=token is not None)
     app.add_middleware(Authentication, token=token, state_dir=state_dir, actor=actor)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import socket
 import stat
 import struct
@@ -258,3 +259,9 @@ def first_refusal(mine: str, group: dist.ProcessGroup) -> str:
     texts = gathered(mine[:MAX_REFUSAL_CHARACTERS], group)
     refusals = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     return refusals[0] if refusals else ""
+
+
+def first_sentence(exc: Exception) -> str:
+    """The error of a communication library, without its source position and advice."""
+    found = re.sub(r"^\[\S+:\d+\] ", "", str(exc).strip())
+    return found.split("\n")[0].split(". ")[0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +20,9 @@ from api.terminal.printable import print_error
 from eplb import __version__
 from eplb.errors import EplbError
 from eplb.packages import needed_for
+
+# What a stream answers that takes no more bytes; without a reader (EPIPE) typer ends in silence.
+UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 @dataclass(frozen=True)
@@ -342,7 +348,9 @@ class CommandLine(TyperGroup):
         """Run the command that is asked for."""
         try:
             with raising_on_interrupt(), needed_for("this command"):
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+                sys.stdout.flush()  # here, where a full device is still an error of the command
+                return result
         except KeyboardInterrupt as exc:  # typer would end the process without a word
             print_error("interrupted")
             raise typer.Exit(INTERRUPTED) from exc
@@ -352,6 +360,13 @@ class CommandLine(TyperGroup):
 
             Notifier().status(str(exc))  # a service manager may have started the command
             raise typer.Exit(getattr(exc, "exit_status", 2)) from exc
+        except OSError as exc:
+            if exc.filename is not None or exc.errno not in UNWRITABLE:
+                raise
+            print_error(f"the output cannot be written: {exc.strerror}")
+            # What is still buffered would fail again at the exit, with a status of its own.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(2) from exc
 
 
 app = typer.Typer(

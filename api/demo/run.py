@@ -240,7 +240,7 @@ class Demo:
         if info is None or info.run in self._runs or not self._is_new(info.run):
             return
         states = self._store.rank_states(info.run)
-        first = [float(state.detail.get("first_token") or 0.0) for state in states]
+        first = [state.figures.first_token or 0.0 for state in states]
         num_ranks = int(topology_from_dict(dict(info.topology)).alive.sum())
         if len(states) < num_ranks or not all(first):
             return

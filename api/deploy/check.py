@@ -6,11 +6,12 @@ expected. A check that fails hides no other.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,13 @@ from api.deploy.model import check_checkpoint, check_same_checkpoint
 from api.monitor.verdict import CLOCK_TOLERANCE_S
 from eplb.clock import Clock
 from eplb.core.model import ModelShape
-from eplb.errors import CheckpointError, ConfigError, EplbError
+from eplb.errors import CheckpointError, ConfigError, EplbError, counted
 from eplb.migration.serialisation import model_from_dict
 from eplb.settings.deployment import numeric_address
 from eplb.versions import CONTROLLER, RANKS, Announcement
 from rebalance.assembly.places import holder_of
 from rebalance.weights.link.secret import Secret
+from telemetry.state.holder import is_here
 from telemetry.state.joining import check_versions, claims_elsewhere, serving
 from telemetry.state.store import StateStore
 from telemetry.written_files import make_own_folder
@@ -172,6 +174,7 @@ def check_all(deployment: Deployment, host: int, clock: Clock = time.time) -> It
             "checkpoint",
             lambda: [Finding("checkpoint", check_checkpoint(weights, deployment.model))],
         ),
+        ("serve on", lambda: check_serve_on(deployment)),
         ("memory", lambda: check_costs(costs_of(deployment))),
         ("store", lambda: check_store(deployment, host, clock)),
     ]
@@ -197,7 +200,7 @@ def ports_of(deployment: Deployment, host: int) -> Iterator[tuple[str, str, int]
 
 
 def check_ports(deployment: Deployment, host: int) -> Iterator[Finding]:
-    """Find ports that are in use, or that two settings share."""
+    """Find ports that two settings share, or that processes of others use."""
     free, taken = [], dict[tuple[str, int], str]()
     for setting, address, port in ports_of(deployment, host):
         place = f"{port} of {address} ({setting})"
@@ -206,12 +209,47 @@ def check_ports(deployment: Deployment, host: int) -> Iterator[Finding]:
             yield Finding("ports", f"{place} is also {other}", "another port for each")
             continue
         taken[address, port] = setting
-        if refusal := port_refusal(address, port):
-            yield Finding("ports", f"{place} cannot be used: {refusal}", "a free port")
-        else:
+        if not (refusal := port_refusal(address, port)):
             free.append(str(port))
+        elif pid := _listener_of(port, _own_processes(deployment, host)):
+            yield Finding("ports", f"{place} is used by process {pid} of this deployment")
+        else:
+            yield Finding("ports", f"{place} cannot be used: {refusal}", "a free port")
     if free or not taken:
         yield Finding("ports", f"free: {', '.join(free) or 'none needed'}")
+
+
+def _own_processes(deployment: Deployment, host: int) -> Iterator[int]:
+    """Processes of a deployment that run on this host: its ranks, and those that report here."""
+    yield from (pid for _, pid in running_ranks(deployment, host))
+    try:
+        with closing(deployment.opened_store()) as store:
+            names = [one.process for one in store.announced()]
+    except EplbError:  # the check of the store says it
+        return
+    for name in names:
+        if is_here(name):
+            yield int(name.split(":")[-2])  # telemetry/state/holder.py has the form
+
+
+LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp has it (proc_net_tcp(5))
+
+
+def _listener_of(port: int, processes: Iterable[int]) -> int | None:
+    """The first of some processes that listens on a port; None: none of them does."""
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    listening.add(f"socket:[{inode}]")
+    for pid in processes:
+        with suppress(OSError):  # it has ended, or is another user's
+            for one in Path(f"/proc/{pid}/fd").iterdir():
+                if str(one.readlink()) in listening:
+                    return pid
+    return None
 
 
 def port_refusal(address: str, port: int) -> str:
@@ -258,6 +296,41 @@ def check_state_folder(path: Path) -> Finding:
         found = f"{path} cannot be written: {exc.strerror}"
         return Finding("state folder", found, "a folder of this user (deployment.state_dir)")
     return Finding("state folder", f"{path} can be written")
+
+
+def check_serve_on(deployment: Deployment) -> Iterator[Finding]:
+    """Say whether survivors of a death have slots for all experts, and whether the dead come back.
+
+    Nothing where ``agent.serve_on`` is off: all ranks start again after each death.
+    """
+    if not deployment.serves_on:
+        return
+    topology, experts = deployment.topology, deployment.model.num_experts
+    slots = topology.slots_of_rank[topology.slots_of_rank > 0]  # all alike, spares included
+    least = math.ceil(experts / slots[0])  # ranks that hold every expert
+    if len(slots) == least:
+        left = (least - 1) * slots[0]
+        more = math.ceil(experts / (least - 1)) - deployment.spare_slots if least > 1 else 0
+        enough = f"topology.slots_per_rank = {more} or more, or " if more else "two ranks, or "
+        yield Finding(
+            "serve on",
+            f"after the death of any rank {left} slots of a layer are left for {experts} experts, "
+            "so that all ranks start again",
+            f"{enough}agent.serve_on = false",
+        )
+    else:
+        deaths = len(slots) - least
+        yield Finding(
+            "serve on",
+            f"{deaths} of {counted(len(slots), 'rank')} may die: the others have "
+            f"{least * slots[0]} slots of a layer for {experts} experts",
+        )
+    if deployment.settings.model.checkpoint is None:
+        yield Finding(
+            "serve on",
+            "without model.checkpoint a rank that died cannot join again: it comes back once all "
+            "ranks are started",
+        )
 
 
 def check_costs(costs: Costs) -> Iterator[Finding]:

@@ -119,6 +119,11 @@ class Deployment:
         return Pace(staging_experts=self.settings.topology.staging_experts or slots)
 
     @property
+    def serves_on(self) -> bool:
+        """Whether survivors of a death serve on, where they can (``agent.serve_on``)."""
+        return self._rank_config().serve_on
+
+    @property
     def controller(self) -> ControllerSettings:
         """How its controller decides."""
         return self.settings.make(ControllerSettings, pace=self.pace)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -34,10 +35,10 @@ from rebalance.controller.plans.planner_request import (
     written_pins,
 )
 from rebalance.weights.link.secret import Secret
-from telemetry.state.events import Event
+from telemetry.state.events import read_event
 from telemetry.state.joining import serving_ranks
 from telemetry.state.live import LiveState, Value
-from telemetry.state.runs import Details, RunInfo
+from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 
 LOST_GENERATIONS = 1000  # skipped where the generations before are unknown
@@ -45,6 +46,14 @@ START_EVENT = "deployment"  # a process of the deployment started
 CLOCK_EXPECTED = f"at most {CLOCK_TOLERANCE_S:g} s: synchronise it (NTP)"
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Started:
+    """Detail of the event of a start: what started, and with which secret."""
+
+    by: str
+    secret: str  # its fingerprint
 
 
 def contiguous_placement(model: ModelShape, topology: Topology) -> Placement:
@@ -183,8 +192,8 @@ def record_start(
     store: StateStore, deployment: Deployment, by: str, clock: Clock = time.time
 ) -> None:
     """Record that a process of a deployment starts; warn if its clock is off."""
-    detail = {"by": by, "secret": deployment.secret.fingerprint}
-    offset_s, error_s = clock_offset(store, START_EVENT, detail, clock)
+    started = Started(by, deployment.secret.fingerprint)
+    offset_s, error_s = clock_offset(store, START_EVENT, started, clock)
     if abs(offset_s) > CLOCK_TOLERANCE_S + error_s:
         # Not refused: ages and load go by the store's clock.
         log.warning(
@@ -194,9 +203,7 @@ def record_start(
         )
 
 
-def clock_offset(
-    store: StateStore, kind: str, detail: Details, clock: Clock
-) -> tuple[float, float]:
+def clock_offset(store: StateStore, kind: str, detail: object, clock: Clock) -> tuple[float, float]:
     """Write an event; seconds by which this host is ahead of the store, and how wrong that may be.
 
     The store gives its time with the event.
@@ -243,18 +250,19 @@ def check_secret(store: StateStore, secret: Secret) -> None:
         StoreError: the store cannot be read.
     """
     latest = last_start(store)
-    if latest is not None and latest.detail.get("secret") != secret.fingerprint:
+    if latest is not None and latest.secret != secret.fingerprint:
         raise ConfigError(
             f"store: deployment {store.deployment!r} was started with a secret of fingerprint "
-            f"{latest.detail.get('secret')} by {latest.detail.get('by')}, found "
+            f"{latest.secret} by {latest.by}, found "
             f"{secret.fingerprint} here, expected one secret on all hosts, or another "
             "deployment.name"
         )
 
 
-def last_start(store: StateStore) -> Event | None:
+def last_start(store: StateStore) -> Started | None:
     """The latest start of a process of the deployment; None: it was not started by commands."""
-    return next(store.events_backwards({START_EVENT}), None)
+    latest = next(store.events_backwards({START_EVENT}), None)
+    return None if latest is None else read_event(latest, Started)
 
 
 def misfit(placement: Placement, deployment: Deployment) -> str:

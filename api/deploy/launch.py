@@ -45,7 +45,7 @@ from eplb.migration.survivors import survive
 from eplb.versions import LAUNCHER, RANKS, Announcement
 from rebalance.assembly.description import RANK_FILE_VARIABLE
 from rebalance.assembly.places import JOINS_VARIABLE, MEMBERS_VARIABLE
-from telemetry.state.events import STOPPED, WAITING
+from telemetry.state.events import FAILED, OF_RANKS, STOPPED, WAITING, Failure, OfHost
 from telemetry.state.joining import Heartbeat, check_alone, check_versions, serving_ranks
 from telemetry.state.store import StateStore
 
@@ -93,7 +93,7 @@ class Launch:
         """Store an event about the ranks of this host."""
         try:
             with closing(self.deployment.opened_store()) as store:
-                store.add_event(kind, {"host": self.host, "message": message})
+                store.add_event(kind, OfHost(self.host, message))
         except StoreError as exc:
             log.debug("event not stored: %s", exc)
 
@@ -212,8 +212,7 @@ def prepare_store(
             placement = placement_of_members(store, launch, placement, members)
         if died:
             message = f"{died}; restarting the ranks of host {launch.host}"
-            detail = {"where": "ranks", "message": message, "others_serve": joins}
-            store.add_event("error", detail)
+            store.add_event(FAILED, Failure(OF_RANKS, message, others_serve=joins))
     where = launch.deployment.store_shown
     did = f"{did}, generation {placement.generation}, in {where}"
     return Prepared(placement.generation, did, members, joins)
@@ -223,7 +222,7 @@ def ranks_to_start(store: StateStore, launch: Launch) -> tuple[tuple[int, ...], 
     """Ranks that should serve, and whether others serve already without the ranks of this host."""
     found, run = store.wanted_ranks(), store.current_run()
     wanted = tuple(range(launch.deployment.topology.num_ranks)) if found is None else found
-    if run is None or not launch.deployment.description().config.serve_on:
+    if run is None or not launch.deployment.serves_on:
         return wanted, False
     alive = topology_from_dict(dict(run.topology)).alive
     is_served = bool(serving_ranks(store, store.backend.now()))
@@ -367,7 +366,7 @@ class Rejoins:
 
     def __init__(self, launch: Launch, supervision: SupervisionSettings) -> None:
         self._launch = launch
-        self._serves_on = launch.deployment.description().config.serve_on
+        self._serves_on = launch.deployment.serves_on
         self._restarts = {
             rank: Restarts(supervision.restart_after_death, supervision) for rank in launch.ranks
         }

@@ -10,9 +10,9 @@ of two layouts would exchange wrong weights. An operator accepts another checkpo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from api.config.deployment import ModelSettings
 from eplb.core.model import ModelShape
@@ -25,7 +25,7 @@ from runtime.checkpoints.identity import (
     identity_of,
 )
 from runtime.checkpoints.model_config import CONFIG_FILE, read_config
-from telemetry.state.events import Event
+from telemetry.state.events import Event, read_event
 from telemetry.state.store import StateStore
 
 if TYPE_CHECKING:
@@ -39,6 +39,24 @@ REPEAT_AFTER = 1000
 WEIGHTS_EVENT = "weights"  # kind: digests of all bytes of a checkpoint's files
 ACCEPT = "eplb check --accept-checkpoint"
 SHAPES = ("layers", "experts", "top_k", "hidden", "intermediate")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """Detail of the event of a checkpoint: which one the deployment serves."""
+
+    by: str
+    identity: Any  # of an Identity, which reads it
+    layout: str  # of records
+
+
+@dataclass(frozen=True)
+class ReadWeights:
+    """Detail of the event of a read of all bytes."""
+
+    by: str
+    identity: Any
+    digests: Mapping[str, str]  # by file
 
 
 def model_shape(settings: ModelSettings) -> ModelShape:
@@ -174,7 +192,8 @@ def check_same_checkpoint(
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(known.time))
         raise CheckpointError(
             f"checkpoint: {folder} differs from the one that deployment {store.deployment!r} "
-            f"serves since {since} ({known.detail.get('by')}): {change}; expected the same; to "
+            f"serves since {since} ({read_event(known, StoredCheckpoint).by}): {change}; "
+            "expected the same; to "
             f"serve this one, stop all ranks and host caches and run `{ACCEPT}`"
         )
     newest = next(iter(store.latest_events(limit=1)), None)
@@ -222,26 +241,24 @@ def check_weights(
         digests[file] = digest_of_bytes(folder / file)
         advance(len(digests))
     for known in store.events_backwards({WEIGHTS_EVENT}):
-        before = Identity.parse(known.detail.get("identity"), f"store: event {known.id}")
+        first = read_event(known, ReadWeights)
+        before = Identity.parse(first.identity, f"store: event {known.id}")
         if before.difference(identity, folder):
             continue  # of another checkpoint
-        before_all = known.detail["digests"]
-        if changed := [file for file in digests if before_all.get(file) != digests[file]]:
+        if changed := [file for file in digests if first.digests.get(file) != digests[file]]:
             when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(known.time))
             raise CheckpointError(
                 f"weights: {', '.join(changed)} of {folder} have other bytes than {when} "
-                f"({known.detail['by']}), of the same size and tensors; expected the same: one of "
+                f"({first.by}), of the same size and tensors; expected the same: one of "
                 "the copies is damaged"
             )
         return f"{folder}: every byte of {counted(len(digests), 'file')} is as it was first read"
-    detail = {"by": by, "identity": asdict(identity), "digests": digests}
-    store.add_event(WEIGHTS_EVENT, detail)
+    store.add_event(WEIGHTS_EVENT, ReadWeights(by, asdict(identity), digests))
     return f"{folder}: every byte of {counted(len(digests), 'file')} was read, for the first time"
 
 
 def _store_checkpoint(store: StateStore, weights: ModelSettings, found: Identity, by: str) -> None:
-    detail = {"by": by, "identity": asdict(found), "layout": weights.layout}
-    store.add_event(CHECKPOINT_EVENT, detail)
+    store.add_event(CHECKPOINT_EVENT, StoredCheckpoint(by, asdict(found), weights.layout))
 
 
 def _stored_checkpoint(store: StateStore) -> Event | None:
@@ -251,10 +268,10 @@ def _stored_checkpoint(store: StateStore) -> Event | None:
 def _difference(known: Event, weights: ModelSettings, found: Identity) -> str:
     """Return in what this host's differs from the one that was stored, or nothing."""
     assert weights.checkpoint is not None, "identified by its folder"
-    before = Identity.parse(known.detail.get("identity"), f"store: event {known.id}")
+    stored = read_event(known, StoredCheckpoint)
+    before = Identity.parse(stored.identity, f"store: event {known.id}")
     if change := before.difference(found, weights.checkpoint):
         return change
-    layout = known.detail.get("layout")
-    if layout == weights.layout:
+    if stored.layout == weights.layout:
         return ""
-    return f"records have layout {weights.layout} (model.layout) here and {layout} there"
+    return f"records have layout {weights.layout} (model.layout) here and {stored.layout} there"

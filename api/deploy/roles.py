@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from threading import Event
+from typing import Any, Literal
 
 from api.deploy.deployment import Deployment
 from api.deploy.first_placement import check_belongs
@@ -26,7 +27,7 @@ from rebalance.assembly.controller import build_controller
 from rebalance.controller.lease import new_holder
 from rebalance.controller.loop import Controller
 from rebalance.weights.cache.address import place_of_records
-from telemetry.state.events import COMPILE
+from telemetry.state.events import COMPILE, Compiling
 from telemetry.state.joining import Heartbeat, check_alone, check_versions
 from telemetry.state.store import StateStore
 
@@ -108,9 +109,9 @@ def run_controller(deployment: Deployment, say: Say) -> None:
         notifier.ready()
         settle()
 
-        def record(state: str, **figures: float) -> None:
+        def record(state: Literal["begun", "done"], **figures: Any) -> None:
             try:
-                store.add_event(COMPILE, {"holder": holder, "state": state} | figures)
+                store.add_event(COMPILE, Compiling(holder, state, **figures))
             except StoreError as exc:
                 log.warning("event not stored: %s", exc)
 

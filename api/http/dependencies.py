@@ -306,13 +306,17 @@ Live = Annotated[LiveChange, Depends()]
 class _Kept:
     """A request with an idempotency key, and its answer once it is done."""
 
-    body: str  # its digest
+    asked: str  # digest of what it asks for: its body, and on which version
     time: float
     answer: Response | None = None
 
 
 class KeptAnswers:
-    """Answers to requests with an idempotency key: a repetition gets the same one."""
+    """Answers to requests with an idempotency key: a repetition gets the same one.
+
+    They are in the memory of the service: what a request did is in the store and in the audit, and
+    a repetition after a restart of the service is done once more.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
@@ -323,14 +327,15 @@ class KeptAnswers:
         """Do a request, or give its answer.
 
         Raises:
-            Refused: the key was used for another body, or its request is in progress.
+            Refused: the key was used for another body or version, or its request is in progress.
         """
         if not 1 <= len(key) <= MOST_KEY:
             why = f"an idempotency key of {len(key)} characters, expected 1 to {MOST_KEY}"
             raise Refused(ProblemType.INVALID_REQUEST, why)
         state = request.state
         place = state.actor.name, state.service.name, request.url.path, key
-        digest = sha256(state.body).hexdigest()
+        version = request.headers.get("if-match", "").encode()
+        digest = sha256(b"%d %s %s" % (len(version), version, state.body)).hexdigest()
         self._forget_old()
         known = self._kept.get(place)
         if known is None:
@@ -343,8 +348,8 @@ class KeptAnswers:
             finally:
                 if known.answer is None:  # a fault of the service: the client may try again
                     self._kept.pop(place, None)
-        if known.body != digest:
-            why = "this idempotency key was used for another body, expected the same"
+        if known.asked != digest:
+            why = "this idempotency key was used for another body or If-Match, expected the same"
             raise Refused(ProblemType.KEY_REUSED, why)
         if known.answer is None:
             why = "the request with this idempotency key is in progress, expected its end first"

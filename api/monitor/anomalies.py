@@ -18,13 +18,27 @@ from typing import Annotated, Literal
 from api.monitor.counts import anomaly_of
 from api.monitor.state import EPOCH, FindingKind, Grade, Reading, Symptom
 from eplb.declared import Meaning
-from telemetry.state.events import MEMBERSHIP, RESTART, Event, outage_of
+from eplb.migration.recovery import Recovery
+from telemetry.state.events import (
+    FAILED,
+    MEMBERSHIP,
+    RECOVERED,
+    RESTART,
+    RESTORED,
+    SWITCHED,
+    Event,
+    Failure,
+    Judgement,
+    Outage,
+    Restored,
+)
+from telemetry.state.runs import RUN_BEGAN
 
 KEPT = 1000
 AROUND_S, MOST_EVENTS = 30.0, 8  # events before and after its beginning that tell why
 TELLING = frozenset(
-    {"recovery", MEMBERSHIP, RESTART, "restore", "error", "abort", "reject", "lease", "control"}
-    | {"run"}
+    {RECOVERED, MEMBERSHIP, RESTART, RESTORED, FAILED, "abort", "reject", "lease", SWITCHED}
+    | {RUN_BEGAN}
 )
 
 Severity = Literal["critical", "warning", "notice"]
@@ -131,7 +145,8 @@ class AnomalyLog:
     def _note_outages(self, events: Sequence[Event]) -> None:
         """Give an outage that is on record its own dates, in place of those when it was seen."""
         for event in events:
-            if event.id <= self._last_outage or (outage := outage_of(event)) is None:
+            outage = event.fact
+            if event.id <= self._last_outage or not isinstance(outage, Outage):
                 continue
             self._last_outage = event.id
             dates = outage.start, outage.end
@@ -163,14 +178,18 @@ class AnomalyLog:
 
 
 def _of_event(event: Event) -> Iterator[tuple[EventAnomaly, Severity, str]]:
-    detail = event.detail
+    fact = event.fact
     if found := anomaly_of(event):
-        why = detail.get("message") or detail.get("reason") or f"event {event.kind}"
-        yield *OF_EVENT[found], str(why)
-    elif event.kind == "promise" and float(detail.get("given", 0.0)) < 0:
+        why = ""
+        if isinstance(fact, Failure):
+            why = fact.message
+        elif isinstance(fact, Recovery | Restored):
+            why = fact.reason
+        yield *OF_EVENT[found], why or f"event {event.kind}"
+    elif isinstance(fact, Judgement) and fact.given < 0:
         text = (
-            f"generation {detail.get('generation')} gave {float(detail['given']):.3f} in its first "
-            f"windows, expected the {float(detail.get('promised', 0.0)):.3f} that it promised"
+            f"generation {fact.generation} gave {fact.given:.3f} in its first windows, "
+            f"expected the {fact.promised:.3f} that it promised"
         )
         yield "gain-missed", "notice", text
 

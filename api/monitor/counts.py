@@ -15,17 +15,23 @@ from numpy.typing import NDArray
 from api.monitor.state import Counts, DecisionRecord, Durations
 from eplb.core.load import LoadSample
 from eplb.core.placement import EMPTY
+from eplb.decision.pace import PaceChange
 from eplb.decision.triggers import ACTS
 from telemetry.state.events import (
-    MEMBERSHIP,
+    FAILED,
     OUTCOME_OF_EVENT,
+    RECOVERED,
+    RESTORED,
     SERVE_ON_STAGES,
     Event,
-    outage_of,
-    pace_change,
-    plan_end,
+    Failure,
+    Outage,
+    PlanDecision,
+    PlanEnd,
+    SampleCounts,
+    ServedOn,
 )
-from telemetry.state.runs import RankState
+from telemetry.state.runs import RankState, RunBegan
 
 # In the order in which they are tried. The last two fill the host cache, not a slot.
 SOURCES = ("same_rank", "peer", "host", "disk")
@@ -44,10 +50,10 @@ Tally = Counter[tuple[str, ...]]
 
 def anomaly_of(event: Event) -> str:
     """Which of ANOMALIES an event is; "" if it is none."""
-    if event.kind == "error":
-        where = str(event.detail.get("where", ""))
+    if event.kind == FAILED:
+        where = event.fact.where if isinstance(event.fact, Failure) else ""
         return where if where in ANOMALIES else "other"
-    return {"recovery": "rank_death", "restore": "store_lost"}.get(event.kind, "")
+    return {RECOVERED: "rank_death", RESTORED: "store_lost"}.get(event.kind, "")
 
 
 def rank_tally(states: Iterable[RankState]) -> Tally:
@@ -58,11 +64,14 @@ def rank_tally(states: Iterable[RankState]) -> Tally:
     total: Tally = Counter({("bytes_by_source", source): 0 for source in SOURCES})
     total.update({("scrubbed", result): 0 for result in SCRUB_RESULTS})
     for state in states:
-        for name in ("experts_moved", "samples_lost", "store_errors"):
-            total[(name,)] += int(state.detail.get(name, 0))
-        for name in ("bytes_by_source", "scrubbed"):
-            for label, count in state.detail.get(name, {}).items():
-                total[name, label] += count
+        its = state.figures
+        total[("experts_moved",)] += its.experts_moved or 0
+        total[("samples_lost",)] += its.samples_lost or 0
+        total[("store_errors",)] += its.store_errors or 0
+        for source, count in (its.bytes_by_source or {}).items():
+            total["bytes_by_source", source] += count
+        for result, count in (its.scrubbed or {}).items():
+            total["scrubbed", result] += count
         total[("digest_failures",)] += state.digest_failures
         total[("mover_failures",)] += state.mover_failures
     return total
@@ -84,34 +93,36 @@ class EventTally:
 
     def note(self, event: Event, ended: DecisionRecord | None) -> None:
         """Count one more event, and the migration that it ends, where its plan is known."""
-        detail = event.detail
-        if event.kind == "run":
-            self._excluded_before.update(self._excluded)
-            self._excluded = dict.fromkeys(EXCLUDED, 0)
-        if "samples" in detail:
-            self._excluded = {name: int(detail["samples"].get(name, 0)) for name in EXCLUDED}
-        if event.kind == "plan":
-            decision = str(detail.get("policy", "")), str(detail.get("decision", ""))
-            self.tally["plans", *decision] += 1
-            if "plan_seconds" in detail:
-                self.plan_s = self.plan_s.plus(float(detail["plan_seconds"]))
-        elif plan_end(event) is not None:
-            outcome = OUTCOME_OF_EVENT[event.kind]
-            trigger = (ended.trigger if ended is not None else "") or UNTOLD
-            self.tally["rebalances", trigger, outcome] += 1
-            if outcome == "committed" and ended is not None and ended.offered is not None:
-                self.rebalance_s = self.rebalance_s.plus(max(0.0, event.time - ended.offered))
-        elif (outage := outage_of(event)) is not None:
-            self.unserved_s += outage.unserved_s
-        elif event.kind == MEMBERSHIP:
-            for stage, seconds in detail["seconds"].items():
-                self.serve_on_s[stage] = self.serve_on_s.get(stage, 0.0) + float(seconds)
-            self.tally["serve_on",] += 1
-        elif (change := pace_change(event)) is not None:
-            steps = (change.part > change.part_before) - (change.part < change.part_before)
-            self.tally["pace_judgements", {1: "raised", 0: "kept", -1: "halved"}[steps]] += 1
-        elif found := anomaly_of(event):
+        match event.fact:
+            case RunBegan():
+                self._excluded_before.update(self._excluded)
+                self._excluded = dict.fromkeys(EXCLUDED, 0)
+            case PlanDecision() as plan:
+                self.tally["plans", plan.policy, plan.decision] += 1
+                if plan.plan_seconds is not None:
+                    self.plan_s = self.plan_s.plus(plan.plan_seconds)
+            case PlanEnd() as end if end.plan_id > 0:
+                self._note_end(event, ended)
+            case Outage() as outage:
+                self.unserved_s += outage.unserved_s
+            case ServedOn() as served:
+                for stage, seconds in served.seconds.items():
+                    self.serve_on_s[stage] = self.serve_on_s.get(stage, 0.0) + seconds
+                self.tally["serve_on",] += 1
+            case PaceChange() as change:
+                steps = (change.part > change.part_before) - (change.part < change.part_before)
+                self.tally["pace_judgements", {1: "raised", 0: "kept", -1: "halved"}[steps]] += 1
+            case SampleCounts(counts) | Failure(samples=counts) if counts is not None:
+                self._excluded = {name: counts.get(name, 0) for name in EXCLUDED}
+        if found := anomaly_of(event):
             self.tally["anomalies", found] += 1
+
+    def _note_end(self, event: Event, ended: DecisionRecord | None) -> None:
+        outcome = OUTCOME_OF_EVENT[event.kind]
+        trigger = (ended.trigger if ended is not None else "") or UNTOLD
+        self.tally["rebalances", trigger, outcome] += 1
+        if outcome == "committed" and ended is not None and ended.offered is not None:
+            self.rebalance_s = self.rebalance_s.plus(max(0.0, event.time - ended.offered))
 
     def counts(self, of_ranks: Tally, earlier: Tally) -> Counts:
         """Give the counts of now, with those of the ranks of this run and of earlier ones."""

@@ -10,14 +10,19 @@ from typing import Any
 
 from api.monitor.history import History, HistoryMark, MarkKind
 from api.monitor.state import DecisionRecord
+from eplb.migration.recovery import Recovery
 from telemetry.state.events import (
+    OF_RANKS,
     OUTCOME_OF_EVENT,
     Event,
+    Failure,
+    Judgement,
+    PlanDecision,
     PlanEnd,
-    plan_end,
-    plan_offer,
-    read_event,
+    PlanOffer,
+    Switched,
 )
+from telemetry.state.runs import RunBegan
 
 KEPT_DECISIONS, KEPT_REBALANCES = 50, 200
 
@@ -42,54 +47,59 @@ class DecisionLog:
 
     def note(self, event: Event) -> DecisionRecord | None:
         """Follow one more event; return the decision whose migration it ends."""
-        detail = event.detail
-        if event.kind == "plan":
-            self._plan = _decision(event)
-            self._decisions[event.id] = self._plan
-            drop_oldest(self._decisions, KEPT_DECISIONS)
-        elif (offer := plan_offer(event)) is not None:
-            plan, self._plan = self._plan or _decision(event), None
-            self._change(
-                replace(
-                    plan,
-                    decision=plan.decision or "MOVE",
-                    generation=offer.base_generation,
-                    plan_id=offer.plan_id,
-                    target_generation=offer.generation,
-                    moves=offer.moves,
-                    offered=event.time,
-                )
-            )
-            drop_oldest(self._rebalances, KEPT_REBALANCES)
-        elif event.kind in OUTCOME_OF_EVENT:
-            return self._ended(event)
-        elif event.kind == "promise":
-            for one in list(self._rebalances.values()):
-                is_it = one.target_generation == detail.get("generation")
-                if is_it and one.outcome == "committed":
-                    promised, given = detail.get("promised"), detail["given"]
-                    self._change(replace(one, gain_promised=promised, gain_realised=given))
-        elif event.kind == "run":
-            self._mark(event, "restart", f"the ranks started: run {detail.get('run')}")
-        elif event.kind == "recovery" or (event.kind == "error" and detail.get("where") == "ranks"):
-            self._mark(event, "death", str(detail.get("message") or detail.get("reason")))
-        elif event.kind == "control" and detail.get("movement") is not self._is_moving:
-            self._is_moving = bool(detail.get("movement"))
-            kind: MarkKind = "resume" if self._is_moving else "pause"
-            self._mark(event, kind, str(detail.get("reason", "")))
+        match event.fact:
+            case PlanDecision() as plan:
+                self._plan = DecisionRecord.of(event, plan)
+                self._decisions[event.id] = self._plan
+                drop_oldest(self._decisions, KEPT_DECISIONS)
+            case PlanOffer() as offer:
+                self._note_offer(event, offer)
+            case PlanEnd() as end if end.plan_id > 0:
+                return self._ended(event, end)
+            case Judgement() as judged:
+                for one in list(self._rebalances.values()):
+                    is_it = one.target_generation == judged.generation
+                    if is_it and one.outcome == "committed":
+                        promised, given = judged.promised, judged.given
+                        self._change(replace(one, gain_promised=promised, gain_realised=given))
+            case RunBegan(run=run):
+                self._mark(event, "restart", f"the ranks started: run {run}")
+            case Recovery(reason=why):
+                self._mark(event, "death", why)
+            case Failure() as failure if failure.where == OF_RANKS:
+                self._mark(event, "death", failure.message)
+            case Switched() as now if now.movement is not self._is_moving:
+                self._is_moving = now.movement
+                kind: MarkKind = "resume" if now.movement else "pause"
+                self._mark(event, kind, now.reason)
         return None
 
-    def _ended(self, event: Event) -> DecisionRecord | None:
-        end = plan_end(event)
-        found = self._rebalances.get(end.plan_id) if end is not None else None
-        if end is None or found is None:
+    def _note_offer(self, event: Event, offer: PlanOffer) -> None:
+        plan, self._plan = self._plan or DecisionRecord.of(event), None
+        self._change(
+            replace(
+                plan,
+                decision=plan.decision or "MOVE",
+                generation=offer.base_generation,
+                plan_id=offer.plan_id,
+                target_generation=offer.generation,
+                moves=offer.moves,
+                offered=event.time,
+            )
+        )
+        drop_oldest(self._rebalances, KEPT_REBALANCES)
+
+    def _ended(self, event: Event, end: PlanEnd) -> DecisionRecord | None:
+        known = self._rebalances.get(end.plan_id)
+        if known is None:
             return None
         outcome = OUTCOME_OF_EVENT[event.kind]
-        ended = replace(found, ended=event.time, outcome=outcome, end_reason=end.reason)
+        ended = replace(known, ended=event.time, outcome=outcome, end_reason=end.reason)
         self._change(ended)
         if outcome == "committed":
-            kind: MarkKind = "RESPLIT" if found.decision == "RESPLIT" else "MOVE"
-            self._mark(event, "ROLLBACK" if found.trigger == "rollback" else kind, found.reason)
+            kind: MarkKind = "RESPLIT" if known.decision == "RESPLIT" else "MOVE"
+            kind = "ROLLBACK" if known.trigger == "rollback" else kind
+            self._mark(event, kind, known.reason, end.generation)
         return ended
 
     def _change(self, published: DecisionRecord) -> None:
@@ -98,33 +108,9 @@ class DecisionLog:
         if published.id in self._decisions:
             self._decisions[published.id] = published
 
-    def _mark(self, event: Event, kind: MarkKind, text: str) -> None:
-        if self._history is None:
-            return
-        generation = read_event(event, PlanEnd).generation if event.kind == "commit" else None
-        self._history.mark(HistoryMark(event.time, kind, text, generation))
-
-
-def _decision(event: Event) -> DecisionRecord:
-    """Read a decision from the controller's event; most is empty in an event of another kind."""
-    detail = event.detail
-    return DecisionRecord(
-        id=event.id,
-        time=event.time,
-        decision=str(detail.get("decision", "")),
-        reason=str(detail.get("reason", "")),
-        policy=str(detail.get("policy", "")),
-        imbalance_before=detail.get("imbalance_before"),
-        imbalance_after=detail.get("imbalance_after"),
-        moves=int(detail.get("moves", 0)),
-        bytes=int(detail.get("bytes", 0)),
-        generation=int(detail.get("generation", 0)),
-        trigger=str(detail.get("trigger", "")),
-        actor=str(detail.get("actor", "")),
-        stage=str(detail.get("stage", "")),
-        num_uncovered=int(detail.get("asked", {}).get("num_uncovered", 0)),
-        pace_reason=str(detail.get("pace_reason", "")),
-    )
+    def _mark(self, event: Event, kind: MarkKind, text: str, generation: int | None = None) -> None:
+        if self._history is not None:
+            self._history.mark(HistoryMark(event.time, kind, text, generation))
 
 
 def drop_oldest(kept: dict[int, Any], most: int) -> None:

@@ -58,7 +58,7 @@ from eplb.core.load import LoadSample
 from eplb.core.model import ModelShape
 from eplb.decision.expert_times import chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
-from eplb.errors import HistoryError
+from eplb.errors import HistoryError, StoreError
 from eplb.migration.build import Migration
 from eplb.migration.membership import leavers
 from eplb.migration.recovery import start_of
@@ -68,7 +68,7 @@ from telemetry.load.drift import Drift
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader, pages
 from telemetry.state.clock import StoreClock
-from telemetry.state.events import COMPILE, ENGINE_PLANS, Event, PlanEnd, pace_change, plan_end
+from telemetry.state.events import FACTS, Compiling, EnginePlans, Event, PlanEnd
 from telemetry.state.holder import is_dead, shown
 from telemetry.state.joining import MISSED_BEATS, heartbeats, serving
 from telemetry.state.live import LiveState
@@ -82,6 +82,7 @@ from telemetry.state.runs import (
     STEP_TIMES,
     WAIT_MS,
     RankState,
+    RunBegan,
     RunInfo,
 )
 from telemetry.state.store import StateStore
@@ -140,7 +141,7 @@ class Monitor:
         self._committed: CommittedPlacement | None = None
         self._published: Migration | None = None
         self._controller = Leadership("", 0.0, "")
-        self._compile: Event | None = None  # the latest of its kind
+        self._compiling_since: tuple[Compiling, float] | None = None  # the latest of its kind
         self._engine_plans = ""  # why an engine's own balancer plans, by the latest event
         self._is_read = self._has_proposals = False  # _has_proposals: new since the last read
         self._has_failed, self._answers_since = False, -inf  # when the store answered again
@@ -289,24 +290,28 @@ class Monitor:
             for event in new:
                 self._last_event = event.id
                 self._events.append(event)
+                if event.fact is None and event.kind in FACTS:  # its words are shown all the same
+                    unreadable = StoreError(f"expected the fields of {FACTS[event.kind].__name__}")
+                    self.store.backend.unreadable.count("event", event.id, unreadable)
                 self._note(event)
 
     def _note(self, event: Event) -> None:
         self._event_tally.note(event, ended=self._decisions.note(event))
         self._has_proposals |= event.kind in OF_PROPOSALS
-        if event.kind == "run":  # marks are placed by steps, and those of another run are others
-            self._commits.clear()
-            self._engine_plans = ""
-        elif event.kind == ENGINE_PLANS:
-            self._engine_plans = str(event.detail["reason"])
-        elif event.kind == "commit" and (end := plan_end(event)) is not None:
-            assert end.generation is not None, "a commit has a generation"
-            self._commits.setdefault(end.generation, (end, event.time))
-            drop_oldest(self._commits, KEPT_COMMITS)
-        elif event.kind == COMPILE:
-            self._compile = event
-        elif (change := pace_change(event)) is not None:
-            self._paced = change, event.time
+        match event.fact:
+            case RunBegan():  # marks are placed by steps, and those of another run are others
+                self._commits.clear()
+                self._engine_plans = ""
+            case EnginePlans(reason=why):
+                self._engine_plans = why
+            case PlanEnd() as end if event.kind == "commit" and end.plan_id > 0:
+                assert end.generation is not None, "a commit has a generation"
+                self._commits.setdefault(end.generation, (end, event.time))
+                drop_oldest(self._commits, KEPT_COMMITS)
+            case Compiling() as compiling:
+                self._compiling_since = compiling, event.time
+            case PaceChange() as change:
+                self._paced = change, event.time
         self._outages.note_event(event)
 
     def _read_samples(self) -> None:
@@ -524,12 +529,12 @@ class Monitor:
         return abs(now - self._answers_since)
 
     def _compiling(self, now: float) -> str:
-        event = self._compile
-        if event is None or event.detail["state"] != "begun":
+        compiling, since = self._compiling_since or (None, now)
+        if compiling is None or compiling.state != "begun":
             return ""
-        if self._controller.leader != shown(event.detail["holder"]):
+        if self._controller.leader != shown(compiling.holder):
             return ""  # it may have ended meanwhile
-        since_s = max(0.0, now - event.time)
+        since_s = max(0.0, now - since)
         return f"the controller has been compiling kernels for {since_s:.0f} s: plans take longer"
 
     def _pace(self, budget: float) -> PaceView:

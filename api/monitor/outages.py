@@ -19,9 +19,12 @@ from collections import deque
 
 from api.monitor.state import Death
 from eplb.core.load import LoadSample
-from telemetry.state.events import RESTART, STOPPED, Event, Outage, outage_of
+from eplb.migration.recovery import Recovery
+from telemetry.state.events import OF_RANKS, STOPPED, Event, Failure, OfHost, Outage, Restart
+from telemetry.state.runs import RunBegan
 
 KEPT_DEATHS = 1000
+DIED = "a rank died"
 RESTARTED = "the ranks were started again"
 REGROUPED = "the ranks went on as another group"
 STALLED = "no step was completed"
@@ -51,25 +54,26 @@ class OutageLog:
 
     def note_event(self, event: Event) -> None:
         """Note a death, or an outage that some service has recorded."""
-        is_end = event.kind == "error" and event.detail.get("where") == "ranks"
-        is_end = is_end and not event.detail.get("others_serve")
-        if event.kind == RESTART:
-            lost = ", ".join(map(str, event.detail["lost"])) or "none"
-            text = f"ranks lost: {lost}; all ranks start again: {event.detail['reason']}"
-            while self._deaths and self._deaths[-1].time >= self._begun:
-                self._deaths.pop()  # the same, without the reason
-            self._note_death(event.time, text)
-            self._is_explained = True
-        elif (event.kind == "recovery" or is_end) and not self._is_explained:
-            why = event.detail.get("message") or event.detail.get("reason")
-            self._note_death(event.time, str(why or "a rank died"))
-        elif event.kind == STOPPED:
-            self._note_death(event.time, str(event.detail["message"]), is_planned=True)
-        elif event.kind == "run":
-            self._begun, self._is_explained = event.time, False
-        elif (known := outage_of(event)) is not None:
-            self._recorded.append(known)
-            self.found = [one for one in self.found if not one.overlaps(known)]
+        match event.fact:
+            case Restart() as restart:
+                lost = ", ".join(map(str, restart.lost)) or "none"
+                text = f"ranks lost: {lost}; all ranks start again: {restart.reason}"
+                while self._deaths and self._deaths[-1].time >= self._begun:
+                    self._deaths.pop()  # the same, without the reason
+                self._note_death(event.time, text)
+                self._is_explained = True
+            case Recovery(reason=why) if not self._is_explained:
+                self._note_death(event.time, why or DIED)
+            case Failure() as failure if failure.where == OF_RANKS and not failure.others_serve:
+                if not self._is_explained:
+                    self._note_death(event.time, failure.message or DIED)
+            case OfHost() as stopped if event.kind == STOPPED:
+                self._note_death(event.time, stopped.message, is_planned=True)
+            case RunBegan():
+                self._begun, self._is_explained = event.time, False
+            case Outage() as known:
+                self._recorded.append(known)
+                self.found = [one for one in self.found if not one.overlaps(known)]
 
     def note_sample(self, sample: LoadSample, limit_s: float) -> None:
         """Note a sample; one that ends an outage is its end.

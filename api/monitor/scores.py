@@ -29,8 +29,8 @@ from telemetry.load.drift import Drift, drift
 from telemetry.load.folder import Window, history
 from telemetry.load.pruning import rollups_after
 from telemetry.load.rollup import MINUTE, Rollup, joined
-from telemetry.state.events import Event, PlanEnd, read_event
-from telemetry.state.runs import RunInfo
+from telemetry.state.events import PlanDecision, PlanEnd
+from telemetry.state.runs import RunBegan, RunInfo
 from telemetry.state.store import StateStore
 
 KEPT_PLACEMENTS = 64
@@ -216,10 +216,10 @@ class DriftWatch:
         serves = seen.state.run, seen.state.generation
         if serves != self._serves:
             self._serves, self._planned_on = serves, None
-        event = _plan_behind(seen) if self._planned_on is None else None
-        if event is not None:
-            newest = int(event.detail["window"])
-            looked_at = int(event.detail.get("windows", PLANNED_WINDOWS))
+        plan = _plan_behind(seen) if self._planned_on is None else None
+        if plan is not None and plan.window is not None:
+            newest = plan.window
+            looked_at = PLANNED_WINDOWS if plan.windows is None else plan.windows
             upto = [window for window in windows if window.index <= newest and window.is_complete]
             if upto and upto[-1].index == newest:
                 self._planned_on = history(upto, last=looked_at)
@@ -231,17 +231,16 @@ class DriftWatch:
         return drift(self._planned_on, latest)
 
 
-def _plan_behind(seen: Reading) -> Event | None:
+def _plan_behind(seen: Reading) -> PlanDecision | None:
     """The decision that led to the placement that serves, while it is among the kept events."""
-    found: Event | None = None
+    latest: PlanDecision | None = None
     for event in seen.events:
-        if event.kind == "run":
-            found = None
-        is_move = event.kind == "plan" and event.detail.get("decision") in ("MOVE", "RESPLIT")
-        if is_move and "window" in event.detail:
-            found = event
-        if event.kind == "commit":
-            end = read_event(event, PlanEnd)
-            if end.generation == seen.state.generation:
-                return found if end.plan_id > 0 else None
+        match event.fact:
+            case RunBegan():
+                latest = None
+            case PlanDecision() as plan if plan.moves_experts and plan.window is not None:
+                latest = plan
+            case PlanEnd() as end if event.kind == "commit":
+                if end.generation == seen.state.generation:
+                    return latest if end.plan_id > 0 else None
     return None

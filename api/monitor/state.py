@@ -24,7 +24,7 @@ from eplb.declared import Meaning
 from eplb.fitting import Cordon
 from eplb.migration.build import Migration
 from telemetry.load.folder import Window
-from telemetry.state.events import Event, PlanOutcome
+from telemetry.state.events import Event, PlanDecision, PlanOutcome
 from telemetry.state.live import LiveChange
 from telemetry.state.runs import LEAST_SILENCE_S
 
@@ -148,6 +148,29 @@ class DecisionRecord:
         float | None, Meaning("promised reduction of imbalance, once the commit was judged")
     ] = None
     gain_realised: Annotated[float | None, Meaning("measured reduction of imbalance")] = None
+
+    @classmethod
+    def of(cls, event: Event, plan: PlanDecision | None = None) -> DecisionRecord:
+        """Give the record of a decision; None: of a migration whose decision is not known."""
+        if plan is None:
+            return cls(event.id, event.time, "", "", "", None, None, 0, 0, 0)
+        return cls(
+            id=event.id,
+            time=event.time,
+            decision=plan.decision,
+            reason=plan.reason,
+            policy=plan.policy,
+            imbalance_before=plan.imbalance_before,
+            imbalance_after=plan.imbalance_after,
+            moves=plan.moves,
+            bytes=plan.bytes,
+            generation=plan.generation,
+            trigger=plan.trigger or "",
+            actor=plan.actor or "",
+            stage=plan.stage or "",
+            num_uncovered=plan.num_uncovered,
+            pace_reason=plan.pace_reason or "",
+        )
 
 
 @dataclass(frozen=True)

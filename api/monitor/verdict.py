@@ -26,7 +26,7 @@ from eplb.fitting import Cordon
 from eplb.migration.recovery import start_of
 from eplb.versions import LAUNCHER
 from rebalance.types import SWITCHED_OFF
-from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, plan_end
+from telemetry.state.events import OUTCOME_OF_EVENT, WAITING, OfHost, PlanEnd
 from telemetry.state.holder import is_dead, shown
 from telemetry.state.runs import LEAST_SILENCE_S, STEP_THREAD
 from telemetry.state.store import StateStore
@@ -385,10 +385,11 @@ def _waits(seen: Reading) -> Iterator[Symptom]:
     """Launchers whose ranks cannot start yet, by what they reported last; none once tokens come."""
     state = seen.state
     after = max(state.token_time or 0.0, state.time - WAITING_SHOWN_S)
-    latest = {str(event.detail["host"]): event for event in seen.events if event.kind == WAITING}
-    for host, event in latest.items():
-        if event.time > after:
-            text, name = str(event.detail["message"]), f"the launcher of host {host}"
+    waiting = ((event.time, event.fact) for event in seen.events if event.kind == WAITING)
+    latest = {its.host: (at, its.message) for at, its in waiting if isinstance(its, OfHost)}
+    for host, (at, text) in latest.items():
+        if at > after:
+            name = f"the launcher of host {host}"
             yield Symptom("start-waits", Grade.DEGRADED, text, subject=name)
 
 
@@ -411,11 +412,12 @@ def _unbalanced(seen: Reading) -> Iterator[Symptom]:
 
 def _failures(seen: Reading) -> Iterator[Symptom]:
     """Migrations that were dropped without an order of an operator."""
-    ended = ((event, plan_end(event)) for event in reversed(seen.events))
+    ended = ((event, event.fact) for event in reversed(seen.events))
     failed = [
         (event.time, end.reason)
         for event, end in ended
-        if end is not None
+        if isinstance(end, PlanEnd)
+        and end.plan_id > 0
         and OUTCOME_OF_EVENT[event.kind] != "committed"
         and end.reason != SWITCHED_OFF
         and seen.state.time - event.time <= FAILED_S

@@ -105,8 +105,11 @@ def show_reports(found: list[dict[str, Any]]) -> None:
 def ask_for_ranks(ask: Ask) -> Answer:
     """Show each rank: step, phase, age of its report, whether it takes experts, what it holds."""
     seen = ask(watching.state).body
-    held = ask(ranks).body["ranks"] if seen["run"] is not None else []
-    return Answer(200, [rank | here for rank, here in zip(seen["ranks"], held, strict=True)])
+    lines = ask(ranks).body["ranks"] if seen["run"] is not None else []
+    # Ranks may have joined or left between the two answers: those that are in both are shown.
+    held = {line["rank"]: line for line in lines}
+    views = [view for view in seen["ranks"] if view["rank"] in held]
+    return Answer(200, [view | held[view["rank"]] for view in views])
 
 
 command(

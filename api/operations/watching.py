@@ -6,7 +6,7 @@ Shapes:  T windows, L MoE layers, E experts, R ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -35,7 +35,7 @@ from api.operations.commands import Answer, Ask, command
 from api.terminal.printing import TIME_OR_AGE, cell, listing, more, time_of
 from eplb.clock import duration_text
 from eplb.declared import Meaning
-from telemetry.state.events import Event
+from telemetry.state.events import Event, PlanDecision
 
 reads = reading()
 
@@ -276,29 +276,27 @@ def events(
     return EventsPage(*page_of(found, limit, lambda one: one.id))
 
 
-def plan_words(detail: Mapping[str, Any]) -> str:
+def plan_words(plan: PlanDecision) -> str:
     """Give a decision in words; its reason often begins with the imbalance."""
-    reason = str(detail.get("reason", ""))
-    names = ("imbalance_before", "imbalance_after", "moves", "cost_s")
-    before, after, moves, cost_s = (float(detail.get(name) or 0.0) for name in names)
-    figures = f"{before:.3f} -> {after:.3f}, {moves:.0f} moves in {duration_text(cost_s)}"
-    return f"{detail.get('decision', '')} {figures}: {reason}"
+    before, after = plan.imbalance_before or 0.0, plan.imbalance_after
+    figures = f"{before:.3f} -> {after:.3f}, {plan.moves} moves in {duration_text(plan.cost_s)}"
+    return f"{plan.decision} {figures}: {plan.reason}"
 
 
 def show_events(found: dict[str, Any]) -> None:
     """Print events, each with what people need of it; --json has the rest."""
 
-    def words(kind: str, detail: dict[str, Any]) -> str:
-        if kind == "plan":
-            return plan_words(detail)
+    def words(event: Event) -> str:
+        if isinstance(event.fact, PlanDecision):
+            return plan_words(event.fact)
         items = [
             (name, one)
-            for name, one in detail.items()
+            for name, one in event.detail.items()
             if name == "seconds" or not isinstance(one, dict | list)
         ]
         return " ".join(f"{name}={cell(name, value)}" for name, value in items)
 
-    shown = (one | {"detail": words(one["kind"], one["detail"])} for one in found["events"])
+    shown = (one | {"detail": words(Event(**one))} for one in found["events"])
     listing(shown, "id time kind detail", none="no events")
     more(found)
 

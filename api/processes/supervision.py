@@ -45,10 +45,12 @@ Note = Callable[[str, str], None]  # stores an event: name of the process, what 
 def note_in(store: StateStore) -> Note:
     """Give what logs and stores a failure that ends nothing."""
 
+    from telemetry.state.events import FAILED, Failure  # as StateStore above
+
     def note(where: str, message: str) -> None:
         log.warning("%s: %s", where, message)
         try:
-            store.add_event("error", {"where": where, "message": message})
+            store.add_event(FAILED, Failure(where, message))
         except StoreError as exc:
             log.warning("event not stored: %s", exc)
 

@@ -16,7 +16,7 @@ from api.monitor.state import Grade, WindowScore
 from api.terminal.picture import Look, render
 from api.terminal.printable import printable
 from eplb.errors import EplbError, counted
-from telemetry.state.events import Event
+from telemetry.state.events import Event, Failure, PlanDecision, PlanEnd, Switched
 
 View = Literal["auto", "live", "plain", "off"]
 PERIOD_S = 0.5
@@ -143,17 +143,16 @@ class PlainLines:
 
 def event_lines(event: Event) -> Iterator[str]:
     """Give an event as one line, generation first; one without news gives none."""
-    detail = event.detail
-    reason = f'reason="{detail.get("reason", "")}"'
-    generation = f"generation={detail.get('generation', '-')}"
-    if event.kind == "plan":
-        yield f"{generation} decision={detail.get('decision')} {reason}"
-    elif event.kind in ("commit", "abort", "reject"):
-        yield f"{generation} {event.kind} plan={detail.get('plan_id')} {reason}"
-    elif event.kind == "control":
-        yield f"movement={detail.get('movement')} observe={detail.get('observe')} {reason}"
-    elif event.kind == "error":
-        yield f"{detail.get('where')}: {detail.get('message')}"
+    match event.fact:
+        case PlanDecision() as plan:
+            yield f'generation={plan.generation} decision={plan.decision} reason="{plan.reason}"'
+        case PlanEnd() as end:
+            generation = f"generation={end.generation}"
+            yield f'{generation} {event.kind} plan={end.plan_id} reason="{end.reason}"'
+        case Switched() as now:
+            yield f'movement={now.movement} observe={now.observe} reason="{now.reason}"'
+        case Failure() as failure:
+            yield f"{failure.where}: {failure.message}"
 
 
 def window_line(score: WindowScore) -> str:

@@ -26,10 +26,11 @@ from api.app import create_app
 from api.http.deployments import Others
 from api.http.server import HttpService
 from eplb import LoadSample, ModelShape, Placement, Plan, Topology, build_migration, plan
+from eplb.migration.recovery import NO_PLAN, Recovery
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from rebalance.controller.plans.planning import summary
 from rebalance.controller.plans.publishing import Why, drafted
-from telemetry.state.events import Outage
+from telemetry.state.events import DECIDED, RECOVERED, Outage, PlanDecision
 from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.stores import MemoryStore
@@ -201,8 +202,8 @@ def fill(store: StateStore, size: Size, clock: Now) -> SeededDeployment:
     if size.killed is not None:
         survivors = [rank for rank in range(size.ranks) if rank != size.killed]
         why = f"rank {size.killed} was killed by SIGKILL"
-        death = {"survivors": survivors, "generation": 0, "reason": why}
-        store.add_event("recovery", death)
+        death = Recovery(1, "run-1", tuple(survivors), 0, NO_PLAN, 0, why, clock.time)
+        store.add_event(RECOVERED, death)
         store.add_outage(Outage(clock.time, clock.time + 8.2, 8.2, why))
         clock.time += 8.2
     made.begin("run-2")
@@ -238,10 +239,23 @@ def _keep(store: StateStore, size: Size, clock: Now, made: SeededDeployment, now
         if number % 20 == 19:  # another kind, which a page lists among all events
             store.add_event("check", {"host": f"gpu{number % 8}"})
             continue
-        figures = {"imbalance_before": score, "imbalance_after": score - 0.002}
+        generation = made.placement.generation
         why = f"gain {0.1 * (number % 9):.1f}% < 1% of the mean rank load"
-        decided = {"decision": "KEEP", "reason": why, "policy": "auto", "moves": 0}
-        store.add_event("plan", decided | figures | {"generation": made.placement.generation})
+        kept = PlanDecision(
+            decision="KEEP",
+            reason=why,
+            policy="auto",
+            objective="tokens",
+            imbalance_before=score,
+            imbalance_after=score - 0.002,
+            expected_gain=0.002,
+            moves=0,
+            bytes=0,
+            cost_s=0.0,
+            generation=generation,
+            target_generation=generation + 1,
+        )
+        store.add_event(DECIDED, kept)
     clock.time = now
 
 

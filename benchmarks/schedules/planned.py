@@ -332,6 +332,8 @@ class PlannedSchedule(MembershipSchedule):
         experts = self.deployment.start.num_experts
         self._model = ModelShape(layers, experts, top_k=1, hidden=LANES, intermediate=LANES)
         self.processes = {rank.number: Process(rank.agent) for rank in self.ranks}
+        for process in self.processes.values():
+            process.begin_group()
 
     def _control(self) -> PlannedControl:
         return PlannedControl(self, planned_program(self.rng))
@@ -506,7 +508,7 @@ class PlannedSchedule(MembershipSchedule):
                     self.groups.append(rank.member.votes)  # type: ignore[arg-type]
                     self.counts["planned groups"] += 1
                 self.counts["joined"] += was_joining
-                process.watch_for_changes()
+                process.begin_group()
                 self._watch(rank)
                 self._next_votes.pop(rank.number, None)
                 return

@@ -191,7 +191,9 @@ class NextGroup:
         if self._forming.ident is not None:
             # In vain where gloo waits for a rank: what is formed then is closed by the thread.
             self._forming.join(RETRY_S)
-        return self._formed
+        # Whoever takes it lets it go: to delete a group may take as long as its exchanges.
+        taken, self._formed = self._formed, None
+        return taken
 
     def _standing(self) -> GroupProposal | None:
         """The proposal that follows this rank's group, and changes it as is wanted now."""
@@ -219,11 +221,11 @@ class NextGroup:
             log.warning("rank %d: proposal %d: %s", self._rank.number, proposal.id, exc)
             self._failed, self._why = proposal.id, str(exc)
             return
-        self._formed = formed
-        if self._is_over.is_set():
-            formed.close()
-        else:
-            self._rank.voting.next_group = proposal.id
+        with self._taking:
+            if not self._is_over.is_set():
+                self._formed, self._rank.voting.next_group = formed, proposal.id
+                return
+        formed.close()
 
     def _propose(self, standing: GroupProposal | None) -> None:
         """Propose the next group, unless one that is still possible is being formed."""
@@ -469,7 +471,7 @@ def be_admitted(rank: Rank, attend: Attend, stages: Stages) -> bool:
     seen, offer = 0, Deadline.after(0.0, time.monotonic)
     unserved = Deadline.after(UNSERVED_S, time.monotonic)
     try:
-        while not rank.voting.wants_halt:
+        while not rank.wants_halt:
             version = store.version()
             if offer.has_passed:
                 wanted = store.wanted_ranks()
@@ -499,7 +501,7 @@ def _joins_by(proposal: GroupProposal, rank: Rank, attend: Attend, stages: Stage
 
     def check() -> None:
         standing = rank.store.proposed_group()
-        if standing is None or standing.id != proposal.id or rank.voting.wants_halt:
+        if standing is None or standing.id != proposal.id or rank.wants_halt:
             raise NotChanged(f"proposal {proposal.id} of a group is void")
 
     formed: Formed | None = None

@@ -64,18 +64,12 @@ class RankProcess:
         self._next: NextGroup | None = None
         # To delete a broken group of NCCL would wait for its exchanges up to their deadline.
         self._broken: list[dist.ProcessGroup] = []
-        refusal = self._refusal()
-        rank.notes[GROUP_STAYS] = refusal
         if rank.group.is_waiting:
-            if rank.group.device.type != "cpu":
-                refusal = "its group is of NCCL, expected ranks on CPUs, whose groups are of gloo"
-            if refusal:
+            if refusal := self._refusal_of_changes():
                 raise ConfigError(f"rank {rank.number} cannot join the others: {refusal}")
             # Its first step ends at once, and ``survive`` waits for the others to admit it.
             rank.shared.update(phases.freeze, "it waits to be admitted")
             rank.voting.switch_at = 0
-        elif not refusal:
-            self.watch_for_changes()
 
     def attend(self, members: Sequence[int]) -> Attendance:
         """What it shows to the members of a group that its rank is to enter."""
@@ -92,7 +86,6 @@ class RankProcess:
                 assert tokens is not None, "the next group was formed with one"
                 for dispatcher in rank.dispatchers:
                     dispatcher.use(rank.topology, tokens)
-                self.watch_for_changes()
                 rank.start()
                 let_go(before)  # all ranks of the new group have left the one before
                 report_run(rank.number, rank.group.run, environ)
@@ -166,11 +159,20 @@ class RankProcess:
             refusal = refusal or "the engine numbers its passes itself, expected a PassCounter"
         return refusal
 
-    def watch_for_changes(self) -> None:
-        """Have the rank take part in planned changes of its group; ranks on GPUs have none."""
+    def _refusal_of_changes(self) -> str:
+        """Return why no rank can join or leave its group; "": it can change."""
         if self.rank.group.device.type == "cpu":
-            self._next = NextGroup(self.rank, self.attend)
-            self.rank.on_look = self._next.look
+            return self._refusal()
+        return "its group is of NCCL, expected ranks on CPUs, whose groups are of gloo"
+
+    def begin_group(self) -> None:
+        """Have the rank, which is about to serve in a group, take part in its planned changes."""
+        rank, refusal = self.rank, self._refusal_of_changes()
+        rank.notes[GROUP_STAYS] = refusal
+        self._next = None
+        if not (refusal or rank.group.is_waiting):
+            self._next = NextGroup(rank, self.attend)
+            rank.on_look = self._next.look
 
     def _note_restart(self, lost: Collection[int], why: str) -> None:
         rank = self.rank

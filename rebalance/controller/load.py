@@ -12,6 +12,7 @@ from eplb.clock import Clock
 from telemetry.load.counts import Outcome, Outcomes
 from telemetry.load.folder import Window
 from telemetry.load.reader import RunReader
+from telemetry.state.events import EXCLUDED, FAILED, Failure, SampleCounts
 from telemetry.state.store import StateStore
 
 REPORT_EVERY_S = 60.0
@@ -63,7 +64,7 @@ class Arrivals:
         self._skipped = skipped
         counts = ", ".join(f"{number} in {kind}" for kind, number in skipped.items())
         message = f"records of the store are damaged, or of an unknown version: {counts}"
-        self._store.add_event("error", {"where": "store", "message": message})
+        self._store.add_event(FAILED, Failure("store", message))
 
     def report_rejected(self) -> None:
         """Write an event about rejected samples, if there are new ones and a report is due."""
@@ -77,13 +78,13 @@ class Arrivals:
         self._reported, self._reported_at = counts, now
         bad = [name for name in (*BAD, UNREADABLE) if news[name]]
         if not bad:
-            self._store.add_event("samples", {"samples": counts})
+            self._store.add_event(EXCLUDED, SampleCounts(counts))
             return
         reasons = {str(outcome): why for outcome, why in outcomes.reasons.items()}
         reasons[UNREADABLE] = "damaged, or of an unknown version"
         message = "; ".join(f"{news[name]} {name}: {reasons[name]}" for name in bad)
         log.warning("samples rejected: %s", message)
-        self._store.add_event("error", {"where": "load", "message": message, "samples": counts})
+        self._store.add_event(FAILED, Failure("load", message, counts))
 
     def _counts(self, outcomes: Outcomes) -> dict[str, int]:
         counts = {str(outcome): number for outcome, number in outcomes.counts.items()}

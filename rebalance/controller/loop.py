@@ -51,8 +51,10 @@ from rebalance.controller.tasks import Tasks
 from rebalance.types import SWITCHED_OFF
 from telemetry.load.pruning import Keeper
 from telemetry.state.clock import StoreClock
+from telemetry.state.events import FAILED, Failure
 from telemetry.state.joining import ranks_of
 from telemetry.state.live import Control
+from telemetry.state.proposals import Proposal
 from telemetry.state.store import StateStore
 
 KEEP_EVERY_S = 60.0  # between two turns of the keeper of old load
@@ -189,7 +191,7 @@ class Controller:
         log.warning("%s: %s", where, exc)
         if where not in self._noted_errors:
             self._noted_errors.add(where)
-            self._store.add_event("error", {"where": where, "message": str(exc)})
+            self._store.add_event(FAILED, Failure(where, str(exc)))
 
     # -- plans
 
@@ -243,11 +245,24 @@ class Controller:
         why = self._why_held_back(control, serving)
         if not why and settings.stage == "propose":
             own = Why(CONTROLLER, trigger, proposal.reason)
-            waits = waiting(self._store) or self._publisher.propose(group, proposal, serving, own)
+            waits = self._waiting_proposal(group) if is_draining else waiting(self._store)
+            waits = waits or self._publisher.propose(group, proposal, serving, own)
             why = f"proposal {waits.id} waits for an approval"
         self._publisher.note(group, proposal, windows[-1].index, held_back=why, trigger=trigger)
         if not why:
             self._publisher.publish(group, proposal, serving)
+
+    def _waiting_proposal(self, group: ServingGroup) -> Proposal | None:
+        """Give the controller's open proposal that drains; one that does not makes room for it."""
+        waits = waiting(self._store)
+        content = None if waits is None else self._store.proposal_content(waits.id)
+        if waits is None or content is None:
+            return None
+        if self._planning.is_draining(group, content.target, self._live.settings):
+            why = "a rank was ordered to be drained since, and keeps experts in it"
+            self._store.reject(waits.id, by=CONTROLLER, reason=why)
+            return None
+        return waits
 
     def _end_overdue_membership(self, group: ServingGroup) -> None:
         """End an operation at its deadline, with what it waits for."""

@@ -11,6 +11,7 @@ from eplb.clock import Clock, Deadline
 from eplb.errors import BrokenGroup
 from rebalance.protocol.ballot import Ballot, Verdict
 from rebalance.types import Outcome, PendingVote, VoteGroup
+from runtime.group import first_sentence
 from runtime.streams import Completion
 
 DEVICE_POLL_S = 50e-6
@@ -92,9 +93,11 @@ class Voter:
     def wait_for_exchange(self, exchange: dist.Work, step: int) -> None:
         """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
 
+        The transport may report a death before the liveness connection does, or in its place: its
+        error is translated here, for any dispatcher.
+
         Raises:
-            BrokenGroup: a rank is dead.
-            RuntimeError: torch's own, of an exchange that failed or missed its group's deadline.
+            BrokenGroup: a rank is dead, or the exchange failed or missed its group's deadline.
         """
         while not exchange.is_completed():
             self.raise_if_peer_dead(f"in the exchange of tokens of step {step}")
@@ -102,7 +105,13 @@ class Voter:
                 exchange.wait(timedelta(seconds=VOTE_POLL_S))
             except RuntimeError:
                 continue  # timeout or failure, alike by type: only is_completed counts
-        exchange.wait()  # raises if it failed
+        try:
+            exchange.wait()  # raises if it failed
+        except RuntimeError as exc:
+            raise BrokenGroup(
+                f"rank {self._rank}: the exchange of tokens of step {step} failed, "
+                f"a peer is dead or late: {first_sentence(exc)}"
+            ) from exc
 
     def wait_for_device(
         self, completion: Completion, step: int, *, is_halting: bool = False

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from eplb.core.topology import Topology
 from eplb.errors import RankError
 from rebalance.types import VoteGroup
-from runtime.dispatch.all_to_all import first_sentence
-from runtime.group import CPU, gathered, set_deadline
+from runtime.group import CPU, first_sentence, gathered, set_deadline
 
 RUN_OF_WAITING = "joining"  # of a rank that is alone until others admit it
 

@@ -30,6 +30,7 @@ class RankInGroup(Protocol):
     watchdog: Watchdog
     recorder: JournalRecorder
     shared: SharedPhase
+    wants_halt: bool  # serving is to end on all ranks
     mover: Mover
     watcher: Watcher
 

@@ -96,6 +96,9 @@ class Process(Protocol):
     deployment: DeploymentDescription
     has_left: bool
 
+    def begin_group(self) -> None:
+        """The rank is about to serve in the group that it has entered."""
+
     def survive(self) -> bool:
         """Enter another group; see ``Rank.survive``."""
 
@@ -162,6 +165,7 @@ class Rank:
         self.notes: dict[str, Any] = {}  # what the engine adds to this rank's reports
         self.process: Process | None = None  # of a deployment that `eplb launch` has started
         self.dispatchers: list[AllToAllDispatcher] = []  # that exchange tokens in its group
+        self.wants_halt = False  # of this process: a group that it enters is told too
         self._group: Group | None = None
         self._has_ended = False  # on every rank, by vote
 
@@ -188,10 +192,10 @@ class Rank:
             on_first_pass: called once, when that pass is over.
         """
         config, monotonic = self.config, self.monotonic
-        wants_halt, weights_version, refused_up_to = False, 0, 0
+        weights_version = refused_up_to = 0
         if self._group is not None:
-            wants_halt, state = self.voting.wants_halt, self.shared.state
-            weights_version, refused_up_to = state.weights_version, self.settled()[1]
+            weights_version = self.shared.state.weights_version
+            refused_up_to = self.settled()[1]
         self._group, self.sources = group, sources
         self.slots = slots = replace(self.slots, topology=group.topology)
         self.membership = group.membership
@@ -232,7 +236,6 @@ class Rank:
         self._sampler = Sampler(self, step)
         self.swapper = Swapper(self, placement, self._sampler.cut)
         self.voting = Voting(self, self.voter, self.swapper)
-        self.voting.wants_halt = wants_halt
         self.scrub_schedule = ScrubSchedule(self, self.swapper)
         self.update = WeightUpdate(self, self.voter, self.swapper, self.voting, self.scrub_schedule)
         self._read_ahead = ReadAhead(
@@ -301,6 +304,8 @@ class Rank:
 
     def start(self) -> None:
         """Start the threads of the group that it has entered."""
+        if self.process is not None:  # only now: the engine has made its dispatcher
+            self.process.begin_group()
         self.watcher.start()
 
     def step(self, step: int | None = None, phase: LoadPhase | None = None) -> bool:
@@ -447,8 +452,10 @@ class Rank:
     def wait_for_exchange(self, exchange: dist.Work) -> None:
         """Wait for an exchange of tokens on the host, but not for one that lacks a dead peer.
 
+        An own dispatcher waits by it too: what the transport raises at a death is translated here.
+
         Raises:
-            BrokenGroup: a peer is dead.
+            BrokenGroup: a peer is dead, or the exchange failed or missed its group's deadline.
         """
         begun = self.monotonic()
         self.voter.wait_for_exchange(exchange, self.last_step)
@@ -507,7 +514,7 @@ class Rank:
 
     def request_halt(self) -> None:
         """Ask all ranks to stop serving, at one step; ``step`` then returns False on each."""
-        self.voting.wants_halt = True
+        self.wants_halt = True
 
     def pause_staging(self, of: object = None) -> None:
         """Pause staging, for example during a prefill or a transfer of KV cache. Thread-safe.

@@ -6,6 +6,7 @@ The swapper works with the phase machine's shared state held, on the step's thre
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -198,7 +199,7 @@ class Voting:
         self._voter, self._swapper = voter, swapper
         self._shared, self._recorder = rank.shared, rank.recorder
         self._membership, self._vote_every = rank.group.membership, rank.config.vote_every
-        self.wants_halt = False
+        self._rank = weakref.proxy(rank)  # a rank that was closed is freed at once
         self.halt_at: int | None = None  # the step before which all ranks stop
         self.newest_plan_id = NO_PLAN  # that a rank worked on at the latest verdict
         self.next_group = 0  # proposal of a next group that this rank is ready for; 0: none
@@ -216,7 +217,7 @@ class Voting:
             state,
             step=step,
             membership=self._membership,
-            halt=self.wants_halt,
+            halt=self._rank.wants_halt,
             next_group=self.next_group,
         )
         self._recorder.note_ballot(ballot)

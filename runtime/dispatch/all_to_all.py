@@ -8,7 +8,6 @@ Shapes:  T tokens of this rank, K top-k, H hidden, R ranks, C slots of this rank
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +20,7 @@ from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup
 from runtime.counters import SlotCounter
+from runtime.group import first_sentence
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,3 @@ class AllToAllDispatcher:
                 f"rank {self._rank}: the {what} exchange of layer {layer} failed, "
                 f"a peer is dead or late: {first_sentence(exc)}"
             ) from exc
-
-
-def first_sentence(exc: Exception) -> str:
-    """The error of a communication library, without its source position and advice."""
-    found = re.sub(r"^\[\S+:\d+\] ", "", str(exc).strip())
-    return found.split("\n")[0].split(". ")[0]

@@ -22,8 +22,8 @@ from eplb.core.load import Phase
 from eplb.core.topology import Topology
 from eplb.errors import ConfigError
 from runtime.counters import SlotCounter
-from runtime.dispatch.all_to_all import Pending, Received, first_sentence
-from runtime.group import gathered
+from runtime.dispatch.all_to_all import Pending, Received
+from runtime.group import first_sentence, gathered
 
 HOST_RANKS = 8  # most ranks of one host, within which deep_ep has kernels of its own
 MOST_NORMAL_SLOTS = 128  # the threads of its ``notify_dispatch`` (csrc/kernels/intranode.cu)

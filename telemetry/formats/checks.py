@@ -15,22 +15,11 @@ from eplb.core.placement import EMPTY, duplicate_replicas
 from eplb.core.topology import Topology
 from telemetry.formats.engines.trtllm import IGNORED
 from telemetry.formats.engines.vllm import EXPERIMENTAL, MAX_REDUNDANT
+from telemetry.formats.repairs import unknown_layers
 from telemetry.formats.types import PlacementFile
 
 TARGETS = ("sglang", "vllm", "trtllm", "ascend", "eplb")
-DENSE_ROWS = (
-    "rows may be dense layers, which the engine does not count: give --layer-ids, "
-    "--first-moe-layer or --model"
-)
-NO_NUMBERS = "layer numbers are not known, which the engine needs"
-AXES = {  # that an engine does not take
-    ("vllm", "hidden"): ("dense-rows", DENSE_ROWS),
-    ("ascend", "hidden"): ("dense-rows", DENSE_ROWS),
-    ("sglang", "ordinal"): ("layers", NO_NUMBERS),
-    ("trtllm", "ordinal"): ("layers", NO_NUMBERS),
-}
 REMARKS = {"vllm": ("experimental", EXPERIMENTAL), "trtllm": ("ignored", IGNORED)}
-Kind = tuple[str, str]  # code and text of a finding
 
 
 @dataclass(frozen=True)
@@ -55,8 +44,15 @@ class TargetDeployment:
 
 def findings(file: PlacementFile, target: str, deployment: TargetDeployment) -> list[FormatFinding]:
     """Everything that is wrong, errors first; an empty list: the engine takes it as it is."""
-    errors = [*_errors(file, target, deployment), *_duplicates(file, target, deployment, True)]
-    warnings = [*_duplicates(file, target, deployment, False), *_warnings(file, deployment)]
+    num_ranks, warnings = deployment.num_ranks or file.num_ranks, list[tuple[str, str]]()
+    errors = [*_errors(file, target, deployment, num_ranks)]
+    if num_ranks is None:
+        warnings.append(("ranks", "checks by rank need --ranks and were not made"))
+    else:
+        if file.placement.num_slots % num_ranks == 0:
+            twice = _duplicates(file, target, num_ranks)
+            (errors if target == "ascend" else warnings).extend(twice)
+        warnings += _warnings(file, deployment, num_ranks)
     warnings += [REMARKS[target]] if target in REMARKS else []
     return [
         *(FormatFinding(code, True, text) for code, text in errors),
@@ -64,10 +60,12 @@ def findings(file: PlacementFile, target: str, deployment: TargetDeployment) -> 
     ]
 
 
-def _errors(file: PlacementFile, target: str, deployment: TargetDeployment) -> Iterator[Kind]:
+def _errors(
+    file: PlacementFile, target: str, deployment: TargetDeployment, num_ranks: int | None
+) -> Iterator[tuple[str, str]]:
     placement, layers, model = file.placement, file.layers, deployment.model
     num_slots, num_experts = placement.num_slots, placement.num_experts
-    redundant, num_ranks = num_slots - num_experts, deployment.num_ranks or file.num_ranks
+    redundant = num_slots - num_experts
     if deployment.num_redundant not in (None, redundant):
         yield (
             "redundancy",
@@ -97,20 +95,16 @@ def _errors(file: PlacementFile, target: str, deployment: TargetDeployment) -> I
             f"{placement.num_layers} layers, {layers.ids[0]}..{layers.ids[-1]} ({layers.axis}), "
             f"the model has {model.num_layers}, {model.layer_ids[0]}..{model.layer_ids[-1]}",
         )
-    if (target, layers.axis) in AXES:
-        yield AXES[target, layers.axis]
+    if why := unknown_layers(layers, target):
+        yield "dense-rows" if layers.axis == "hidden" else "layers", why
 
 
-def _duplicates(
-    file: PlacementFile, target: str, deployment: TargetDeployment, is_error: bool
-) -> Iterator[Kind]:
-    num_ranks = deployment.num_ranks or file.num_ranks
-    if not num_ranks or file.placement.num_slots % num_ranks or is_error != (target == "ascend"):
-        return
+def _duplicates(file: PlacementFile, target: str, num_ranks: int) -> Iterator[tuple[str, str]]:
     topology = Topology.uniform(1, num_ranks, file.placement.num_slots // num_ranks)
     twice = duplicate_replicas(file.placement, topology)
     if twice.size:
         layer, rank, expert = twice[0]
+        is_error = target == "ascend"
         why = "the device's map has one place for it" if is_error else "it balances nothing"
         yield (
             "duplicate",
@@ -119,12 +113,11 @@ def _duplicates(
         )
 
 
-def _warnings(file: PlacementFile, deployment: TargetDeployment) -> Iterator[Kind]:
+def _warnings(
+    file: PlacementFile, deployment: TargetDeployment, num_ranks: int
+) -> Iterator[tuple[str, str]]:
     placement, model = file.placement, deployment.model
-    num_slots, num_ranks = placement.num_slots, deployment.num_ranks or file.num_ranks
-    if num_ranks is None:
-        yield "ranks", "checks by rank need --ranks and were not made"
-        return
+    num_slots = placement.num_slots
     if (most := int(placement.replica_count.max())) > num_ranks:
         yield "replicas", f"an expert has {most} replicas on {num_ranks} ranks"
     if deployment.slot_bytes:

@@ -26,6 +26,7 @@ from telemetry.formats.bounded import (
 )
 from telemetry.formats.engines import ascend, lmdeploy, omni, sglang, trtllm, vllm
 from telemetry.formats.intake import accept, compare, join, order_of, reading_of
+from telemetry.formats.repairs import as_target_takes
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import (
     Layers,
@@ -256,10 +257,13 @@ def placement_bytes(file: PlacementFile, name: str, options: WriteOptions) -> Wr
     """
     write = _named(PLACEMENT_WRITERS, name, "placements are")
     _compare_written(file, options)
-    data, notes = write(file, options)
-    if name != "eplb" and not own.has_even_shares(file.placement):
-        notes = (*notes, "shares of replicas are lost: the engine splits by its own rule")
-    return data, notes
+    if name == "eplb":
+        return write(file, options)
+    repaired, notes = as_target_takes(file, name, options)
+    data, further = write(repaired, options)
+    if not own.has_even_shares(file.placement):
+        further = (*further, "shares of replicas are lost: the engine splits by its own rule")
+    return data, (*notes, *further)
 
 
 def write_load(file: LoadFile, name: str, path: Path, options: WriteOptions) -> tuple[str, ...]:

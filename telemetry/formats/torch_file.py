@@ -1,9 +1,10 @@
 """Files of ``torch.save`` without torch, and without running what they hold.
 
 A file is a zip archive: ``data.pkl``, a program of the pickle machine, and the bytes of each
-tensor. The machine here knows the few instructions that ``torch.save`` writes for numbers, text,
-lists, tuples, dicts and tensors; any other instruction and any other name than those of tensors is
-refused. Tensors become numpy arrays over the bytes of the archive, which are held once.
+tensor. ``pickletools`` takes the program apart and runs nothing. The machine here knows the few
+instructions that ``torch.save`` writes for numbers, text, lists, tuples, dicts and tensors; any
+other instruction and any other name than those of tensors is refused. Tensors become numpy arrays
+over the bytes of the archive, which are held once.
 
 Memory: the machine counts what it makes, and no instruction can ask for memory that the file does
 not have; an index of its memo is a key of a dict.
@@ -11,13 +12,13 @@ not have; an index of its memo is a key of a dict.
 
 from __future__ import annotations
 
-import io
+import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +60,11 @@ class Mark:
 MARK = Mark()
 
 
-@dataclass(frozen=True)
-class Name:
+class Name(NamedTuple):
     """One of the few names that a program may refer to."""
 
-    path: tuple[str, str]
+    module: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class _Reader:
         if order in self._members and bytes(self._read(order, 16)) != b"little":
             raise HistoryError("tensors are big-endian, expected little")
         program = self._read(self._program, min(MAX_PICKLE_BYTES, self._size))
-        return _Machine(program.tobytes(), self._storage).run()
+        return _Machine(self._storage).run(program.tobytes())
 
     def _read(self, name: str, most: int) -> NDArray[np.uint8]:
         """The bytes of a member, which ``torch.save`` never packs, against its checksum."""
@@ -145,14 +146,14 @@ class _Reader:
         if not (isinstance(kind, tuple) and len(kind) == 5 and kind[0] == "storage"):
             raise HistoryError("a persistent id that is no storage, expected tensors alone")
         _, name, key, _, length = kind
-        if not isinstance(name, Name) or name.path not in _STORAGES or not isinstance(key, str):
+        if not isinstance(name, Name) or name not in _STORAGES or not isinstance(key, str):
             raise HistoryError(
                 f"a storage of {type(name).__name__}, expected one of: {', '.join(_DTYPES)}"
             )
-        dtype = _STORAGES[name.path]
+        dtype = _STORAGES[name]
         if key not in self._storages:
             data = self._read(f"{self._root}data/{key}", self._size)
-            self._storages[key] = Storage(dtype, data, name.path == _BFLOAT16)
+            self._storages[key] = Storage(dtype, data, name == _BFLOAT16)
         found = self._storages[key]
         if (
             found.dtype != dtype
@@ -171,7 +172,7 @@ def _rebuild(arguments: Any) -> NDArray[Any]:
         raise HistoryError("a tensor without storage, offset, shape and strides")
     storage, offset, shape, strides = arguments[:4]
     if len(arguments) == 7 and isinstance(storage, Storage):
-        kind = arguments[6].path if isinstance(arguments[6], Name) else ()
+        kind = arguments[6] if isinstance(arguments[6], Name) else ()
         if kind not in _UNSIGNED:
             raise HistoryError(f"a tensor of {'.'.join(kind)}, expected one of integers")
         storage = Storage(_UNSIGNED[kind], storage.data)
@@ -201,98 +202,70 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**48
 
 
-NUMBERS = {b"K": "<B", b"M": "<H", b"J": "<i", b"G": ">d"}
-CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False, b")": (), b"(": MARK}
-EMPTY: dict[bytes, Callable[[], Any]] = {b"]": list, b"}": dict}
-MEMO_BYTES = {b"q": 1, b"r": 4, b"h": 1, b"j": 4}  # of the index: stored by the first two
+LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "MARK": MARK}
+EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Machine:
     """The part of the pickle machine that numbers, text, containers and tensors need."""
 
-    def __init__(self, program: bytes, storage: Callable[[Any], Storage]) -> None:
-        self._code = io.BytesIO(program)
+    def __init__(self, storage: Callable[[Any], Storage]) -> None:
         self._storage = storage
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        while (op := self._take(1)) != b".":
-            self._step(op)
+    def run(self, program: bytes) -> Any:
+        for op, value, _ in pickletools.genops(program):
+            if op.name != "STOP":
+                self._step(op, value)
         if len(self._stack) != 1:
             raise HistoryError(f"the program ends with {len(self._stack)} values")
         return self._stack[0]
 
-    def _step(self, op: bytes) -> None:
-        stack = self._stack
-        if code := NUMBERS.get(op):
-            stack.append(struct.unpack(code, self._take(struct.calcsize(code)))[0])
-        elif op in CONSTANTS:
-            stack.append(CONSTANTS[op])
-        elif op in EMPTY:
-            stack.append(EMPTY[op]())
-        elif op in MEMO_BYTES:
-            index = int.from_bytes(self._take(MEMO_BYTES[op]), "little")
-            if op in b"qr":
-                self._memo[index] = self._top()
-            elif index in self._memo:
-                stack.append(self._memo[index])
-            else:
-                raise HistoryError(f"memo {index} is used before it is set")
-        elif op == b"\x8a":  # at most 8 bytes: no dump counts further
-            stack.append(int.from_bytes(self._text(1, 8), "little", signed=True))
-        elif op == b"X":
-            stack.append(self._text(4, 2**20).decode())
-        elif op == b"t":
+    def _step(self, op: pickletools.OpcodeInfo, value: Any) -> None:
+        stack, name = self._stack, op.name
+        if name in LITERALS:
+            stack.append(value)
+        elif name in CONSTANTS:
+            stack.append(CONSTANTS[name])
+        elif name in EMPTY:
+            stack.append(EMPTY[name]())
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[value] = self._top()
+        elif name in ("BINGET", "LONG_BINGET"):
+            if value not in self._memo:
+                raise HistoryError(f"memo {value} is used before it is set")
+            stack.append(self._memo[value])
+        elif name == "TUPLE":
             stack.append(tuple(self._marked()))
-        elif op in b"\x85\x86\x87":
-            items = [self._pop() for _ in range(op[0] - 0x84)]
-            stack.append(tuple(items[::-1]))
-        elif op in b"ae":
-            items = [self._pop()] if op == b"a" else self._marked()
+        elif name in TUPLES:
+            stack.append(tuple([self._pop() for _ in range(TUPLES[name])][::-1]))
+        elif name in ("APPEND", "APPENDS"):
+            items = [self._pop()] if name == "APPEND" else self._marked()
             self._top(list).extend(items)
-        elif op in b"su":
-            flat = [self._pop(), self._pop()][::-1] if op == b"s" else self._marked()
-            self._set(flat)
-        elif op == b"c":
-            stack.append(_named(self._line(), self._line()))
-        elif op == b"Q":
+        elif name in ("SETITEM", "SETITEMS"):
+            self._set([self._pop(), self._pop()][::-1] if name == "SETITEM" else self._marked())
+        elif name == "GLOBAL":
+            stack.append(_named(*value.split(" ", 1)))
+        elif name == "BINPERSID":
             stack.append(self._storage(self._pop()))
-        elif op == b"R":
+        elif name == "REDUCE":
             stack.append(_called(self._pop(), self._pop()))
-        elif op == b"\x80":
-            if self._take(1) != b"\x02":
-                raise HistoryError("the program is not of protocol 2, as torch.save writes it")
-        else:
+        elif name != "PROTO":
             raise HistoryError(
-                f"instruction {op!r} in data.pkl, expected numbers, text, lists, tuples, dicts "
-                "and tensors"
+                f"instruction {op.code.encode('latin-1')!r} in data.pkl, expected numbers, text, "
+                "lists, tuples, dicts and tensors"
             )
+        elif value != 2:
+            raise HistoryError("the program is not of protocol 2, as torch.save writes it")
 
     def _set(self, flat: list[Any]) -> None:
         keys, values = flat[::2], flat[1::2]
         if len(keys) != len(values) or not all(isinstance(key, str | int) for key in keys):
             raise HistoryError("a dict with keys other than text and numbers")
         self._top(dict).update(zip(keys, values, strict=True))
-
-    def _take(self, count: int) -> bytes:
-        data = self._code.read(count)
-        if len(data) != count:
-            raise HistoryError("the program ends within an instruction, or has no end")
-        return data
-
-    def _text(self, num_bytes: int, most: int) -> bytes:
-        """The bytes behind their number, which has so many bytes."""
-        length = int.from_bytes(self._take(num_bytes), "little")
-        if length > most:
-            raise HistoryError(f"text or a number of {length} bytes, expected at most {most}")
-        return self._take(length)
-
-    def _line(self) -> str:
-        line = self._code.readline(256)
-        if not line.endswith(b"\n"):
-            raise HistoryError("a name without an end")
-        return line[:-1].decode()
 
     def _top(self, kind: type = object) -> Any:
         if not self._stack or not isinstance(self._stack[-1], kind) or self._stack[-1] is MARK:
@@ -315,14 +288,14 @@ class _Machine:
 def _named(module: str, name: str) -> Name:
     if (module, name) not in _NAMES:
         raise HistoryError(
-            f"name {module}.{name} in data.pkl, expected those of tensors alone: save the "
-            "counts, or the placement, as one tensor"
+            f"name {module[:80]}.{name[:80]} in data.pkl, expected those of tensors alone: save "
+            "the counts, or the placement, as one tensor"
         )
-    return Name((module, name))
+    return Name(module, name)
 
 
 def _called(arguments: Any, function: Any) -> Any:
-    path = function.path if isinstance(function, Name) else ()
+    path = function if isinstance(function, Name) else ()
     if path in (_REBUILD, _REBUILD_TYPED):
         return _rebuild(arguments)
     if path == _PARAMETER and isinstance(arguments, tuple) and isinstance(arguments[0], np.ndarray):

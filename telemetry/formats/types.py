@@ -243,31 +243,6 @@ def _stated(layers: Layers, options: ReadOptions) -> tuple[int, ...] | None:
     return stated
 
 
-def model_layers(layers: Layers, why: str) -> Layers:
-    """The layers by the model's numbers.
-
-    Raises:
-        ConfigError: the numbers are not known; the message asks for them.
-    """
-    if layers.axis == "model":
-        return layers
-    found = "whether a row is a dense layer" if layers.axis == "hidden" else "layer numbers"
-    raise ConfigError(
-        f"{why}, and the input does not tell {found}: expected --layer-ids, --first-moe-layer or "
-        "--model"
-    )
-
-
-def refuse_dense_rows(layers: Layers, what: str) -> None:
-    """Refuse rows that may be dense layers, for a format of MoE layers alone.
-
-    Raises:
-        ConfigError: the input does not tell; the message asks for it.
-    """
-    if layers.axis == "hidden":
-        model_layers(layers, f"{what} are MoE layers alone")
-
-
 def parse_layer_ids(text: str) -> tuple[int, ...]:
     """Read ``3-60`` or ``1,2,5-7``.
 

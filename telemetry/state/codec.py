@@ -72,6 +72,12 @@ def decode(cls: type[T], text: Text, what: str) -> T:
     return from_record(cls, from_json(text, what), what)
 
 
+def known_fields(cls: Any, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that a dataclass has; a newer version may write others."""
+    names = _names_of(cls)
+    return {name: value for name, value in record.items() if name in names}
+
+
 def from_record(cls: type[T], record: object, what: str) -> T:
     """Make a dataclass of the JSON-ready values of its fields.
 
@@ -108,9 +114,14 @@ def _fields_of(value: Any) -> dict[str, Any]:
         return dict(value)
     if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} is not JSON serializable")
-    unset = _unset_by_default(type(value))  # type: ignore[arg-type]  # a class is hashable
-    items = vars(value).items()
+    cls: Any = type(value)
+    unset, items = _unset_by_default(cls), ((one, getattr(value, one)) for one in _names_of(cls))
     return {name: item for name, item in items if item is not None or name not in unset}
+
+
+@cache
+def _names_of(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 @cache

@@ -1,28 +1,27 @@
 """Events: what happened, for people and for the audit. Some are read back by programs, as types.
 
-    publish                  PlanOffer
-    commit, abort, reject    PlanEnd
-    pace                     eplb.decision.pace.PaceChange
-    outage                   Outage
-
-A detail that lacks a field, or has one of another type, is refused: a plan id or generation that is
-filled in would pass for what was stored.
+``FACTS`` has the class of each such kind: it writes the detail, and reads it. A detail that lacks a
+field, or has one of another type, is refused: a plan id or generation that is filled in would pass
+for what was stored. ``Event.fact`` passes over fields that only a newer version knows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal, TypeVar
 
 from eplb.decision.pace import PaceChange
 from eplb.declared import Meaning
+from eplb.errors import StoreError
 from eplb.migration.build import Migration
+from eplb.migration.recovery import Recovery
 from telemetry.state.backend import Change, JournalLine, Range, Table, Value, number_in, text_of
-from telemetry.state.codec import from_json, from_record, to_json
+from telemetry.state.codec import from_json, from_record, known_fields, to_json
 from telemetry.state.part import Part, Records
-from telemetry.state.runs import Details
+from telemetry.state.runs import RUN_BEGAN, Details, RunBegan
 
 PlanOutcome = Literal["committed", "aborted", "rejected"]
 EVENT_OF_OUTCOME: dict[PlanOutcome, str] = {
@@ -31,6 +30,14 @@ EVENT_OF_OUTCOME: dict[PlanOutcome, str] = {
     "rejected": "reject",
 }
 OUTCOME_OF_EVENT = {kind: outcome for outcome, kind in EVENT_OF_OUTCOME.items()}
+DECIDED = "plan"  # kind: the controller has decided on a plan
+OFFERED = "publish"  # kind: a migration was published
+JUDGED = "promise"  # kind: a plan was held to the gain that it promised
+FAILED = "error"  # kind: something failed
+EXCLUDED = "samples"  # kind: samples came that the controller does not count as load
+SWITCHED = "control"  # kind: movement or observe was switched
+RECOVERED = "recovery"  # kind: survivors agreed on what they serve after a death
+RESTORED = "restore"  # kind: a rank restored a store that had lost its contents
 JUDGED_PACE = "pace"  # kind: the pace of the next migration follows from the one before
 OUTAGE = "outage"  # kind: tokens came again after a time without any
 COMPILE = "compile"  # kind: a controller begins to compile its kernels, or has compiled them
@@ -40,6 +47,7 @@ MEMBERSHIP = "membership"  # kind: the survivors of a death serve on
 RESTART = "restart"  # kind: survivors cannot serve on, and all ranks start again
 ENGINE_PLANS = "engine_plans"  # kind: an engine's own balancer plans, or its plug-in does again
 REGROUPED = "regrouped"  # kind: ranks joined or left as planned
+OF_RANKS = "ranks"  # where a failure was: a rank has ended
 # Stages of the first and the last, until the end of the first pass; their seconds are its detail.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
@@ -59,6 +67,14 @@ class Event:
     kind: Annotated[str, Meaning("what happened", example="commit")]
     detail: Annotated[Details, Meaning("facts, by the kind of the event")]
 
+    @cached_property
+    def fact(self) -> object | None:
+        """The detail as the class of its kind in FACTS; None: it has none, or cannot be read."""
+        try:
+            return read_fact(self)
+        except StoreError:
+            return None
+
     def is_about(self, rank: int) -> bool:
         """Whether it names a rank, as a fact or in its words."""
         detail = self.detail
@@ -69,6 +85,145 @@ class Event:
         named = " ".join(RANKS_IN_WORDS.findall(words))
         spans = re.findall(r"(\d+)(?:-(\d+))?", named)
         return any(int(first) <= rank <= int(last or first) for first, last in spans)
+
+
+@dataclass(frozen=True)
+class PhaseFigures:
+    """Imbalance of a plan in the windows of one phase."""
+
+    phase: str
+    windows: int
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDecision:
+    """What was decided on a plan, by the controller or in an engine, and on what."""
+
+    decision: str  # MOVE, RESPLIT or KEEP
+    reason: str
+    policy: str
+    objective: str
+    imbalance_before: float | None  # None: no tokens
+    imbalance_after: float
+    expected_gain: float
+    moves: int
+    bytes: int
+    cost_s: float  # serving time that its moves and swaps take
+    generation: int  # that was planned on
+    target_generation: int
+    phases: tuple[PhaseFigures, ...] | None = None  # where a plan weighs several
+    window: int | None = None  # the newest that was planned on
+    trigger: str | None = None  # what made it due
+    actor: str | None = None  # the controller, or the task of an operator
+    stage: str | None = None  # of the rollout
+    plan_seconds: float | None = None  # that it took to plan
+    windows: int | None = None  # that were planned on
+    asked: Details | None = None  # request, budget and cost
+    expert_curve: str | None = None  # source of the time of experts
+    pace: Details | None = None  # of its migration, as ``pace_reason``; None: none was published
+    pace_reason: str | None = None
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether a migration follows."""
+        return self.decision in ("MOVE", "RESPLIT")
+
+    @property
+    def num_uncovered(self) -> int:
+        """Experts of all layers in fewer failure domains than ``min_domains``."""
+        return int((self.asked or {}).get("num_uncovered", 0))
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a plan promised and gave, and the sums with it."""
+
+    generation: int
+    promised: float
+    given: float
+    record: list[float]  # promised, given
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something failed, and what went on without it."""
+
+    where: str  # a process, or a part of one
+    message: str
+    samples: Mapping[str, int] | None = None  # of this run so far, by what became of them
+    others_serve: bool | None = None  # ranks of other hosts do
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """What became of the samples of this run so far."""
+
+    samples: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Switched:
+    """Both switches after a change of either."""
+
+    movement: bool
+    observe: bool
+    reason: str
+    actor: str | None = None
+    until: float | None = None  # when movement is switched on again by itself
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why the survivors of a death cannot serve on."""
+
+    run: str
+    lost: tuple[int, ...]  # ranks
+    reason: str
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a rank wrote to a store that had lost its contents."""
+
+    run: str
+    generation: int
+    last_plan_id: int
+    movement: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServedOn:
+    """The survivors of a death serve."""
+
+    seconds: Mapping[str, float]  # by SERVE_ON_STAGES
+
+
+@dataclass(frozen=True)
+class OfHost:
+    """What happens to the ranks of a host, by its launcher."""
+
+    host: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """A controller compiles its kernels, or has compiled them."""
+
+    holder: str
+    state: Literal["begun", "done"]
+    functions: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class EnginePlans:
+    """Why an engine's own balancer plans; "": its plug-in does again."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -116,6 +271,28 @@ class Outage:
         return self.start < other.end and other.start < self.end
 
 
+# By the kind of an event, what its detail is written and read by.
+FACTS: dict[str, type[object]] = {
+    RUN_BEGAN: RunBegan,
+    DECIDED: PlanDecision,
+    OFFERED: PlanOffer,
+    **dict.fromkeys(OUTCOME_OF_EVENT, PlanEnd),
+    JUDGED: Judgement,
+    JUDGED_PACE: PaceChange,
+    OUTAGE: Outage,
+    FAILED: Failure,
+    EXCLUDED: SampleCounts,
+    SWITCHED: Switched,
+    RECOVERED: Recovery,
+    RESTORED: Restored,
+    RESTART: Restart,
+    MEMBERSHIP: ServedOn,
+    WAITING: OfHost,
+    STOPPED: OfHost,
+    COMPILE: Compiling,
+    ENGINE_PLANS: EnginePlans,
+}
+
 # By the time of their start, in the order of their ends.
 OUTAGES = Records(Outage, Table("outages", is_ordered=True), "the outage at")
 
@@ -123,9 +300,9 @@ OUTAGES = Records(Outage, Table("outages", is_ordered=True), "the outage at")
 class EventPart(Part):
     """The journal of a deployment."""
 
-    def add_event(self, kind: str, detail: Details) -> int:
-        """Append an event and return its id."""
-        text = to_json(dict(detail))
+    def add_event(self, kind: str, detail: object) -> int:
+        """Append an event and return its id; detail: a mapping, or what FACTS has for its kind."""
+        text = to_json(detail)
         (event_id,) = self.backend.make(f"event {kind!r}", lambda c: c.append(kind, text))
         return event_id
 
@@ -198,9 +375,8 @@ class EventPart(Part):
 
 
 def note(change: Change, kind: str, detail: object) -> None:
-    """Append an event to a change; detail: a mapping, or a dataclass of plain values."""
-    fields = detail if isinstance(detail, dict) else vars(detail)
-    change.append(kind, to_json(fields))
+    """Append an event to a change, as ``add_event``."""
+    change.append(kind, to_json(detail))
 
 
 def read_event(event: Event, cls: type[T]) -> T:
@@ -210,6 +386,19 @@ def read_event(event: Event, cls: type[T]) -> T:
         StoreError: fields are missing, unknown or of another type.
     """
     return from_record(cls, event.detail, f"event {event.id} of kind {event.kind!r}")
+
+
+def read_fact(event: Event) -> object | None:
+    """Read the detail of an event as the class of its kind in FACTS; None: it has none.
+
+    Raises:
+        StoreError: fields are missing or of another type.
+    """
+    cls = FACTS.get(event.kind)
+    if cls is None:
+        return None
+    detail = known_fields(cls, event.detail)
+    return from_record(cls, detail, f"event {event.id} of kind {event.kind!r}")
 
 
 def plan_end(event: Event) -> PlanEnd | None:
@@ -229,7 +418,7 @@ def _reader_of(kind: str, cls: type[T]) -> Callable[[Event], T | None]:
     return lambda event: read_event(event, cls) if event.kind == kind else None
 
 
-plan_offer = _reader_of("publish", PlanOffer)
+plan_offer = _reader_of(OFFERED, PlanOffer)
 outage_of = _reader_of(OUTAGE, Outage)
 pace_change = _reader_of(JUDGED_PACE, PaceChange)
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 from eplb.declared import Setting
 from eplb.errors import ConfigError, StaleRevision, StoreError
 from telemetry.state.backend import Change, Reader
-from telemetry.state.events import note
+from telemetry.state.events import SWITCHED, Switched, note
 from telemetry.state.part import Part, Single
 
 Value = bool | int | float | str
@@ -176,7 +176,7 @@ class LivePart(Part):
                     _without(state.until, dropped),
                 ),
             )
-            note(change, "control", _control_detail(state, reason))
+            note(change, SWITCHED, _switched(state, reason))
             return state
 
         return self.backend.decide("static settings", decision)
@@ -240,19 +240,14 @@ def write_live(
         ),
     )
     if changes.keys() & set(SWITCHES):
-        note(change, "control", _control_detail(state, reason, by))
+        note(change, SWITCHED, _switched(state, reason, by))
     others = {name: value for name, value in changes.items() if name not in SWITCHES}
     if others:
         detail = {"revision": state.revision, "live": others, "reason": reason}
-        note(change, "settings", detail | _actor(by))
+        note(change, "settings", detail | ({} if by is None else {"actor": by}))
     return state
 
 
-def _control_detail(state: LiveState, reason: str, by: str | None = None) -> dict[str, Any]:
+def _switched(state: LiveState, reason: str, by: str | None = None) -> Switched:
     until = state.until.get("movement")
-    ends = {} if until is None else {"until": until}
-    return vars(state.control) | {"reason": reason} | _actor(by) | ends
-
-
-def _actor(by: str | None) -> dict[str, str]:
-    return {} if by is None else {"actor": by}
+    return Switched(state.control.movement, state.control.observe, reason, by, until)

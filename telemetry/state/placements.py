@@ -36,7 +36,19 @@ from telemetry.state.backend import (
     text_of,
 )
 from telemetry.state.codec import from_record, pack, unpack
-from telemetry.state.events import EVENT_OF_OUTCOME, RESTART, PlanEnd, PlanOffer, PlanOutcome, note
+from telemetry.state.events import (
+    EVENT_OF_OUTCOME,
+    OFFERED,
+    RECOVERED,
+    RESTART,
+    RESTORED,
+    PlanEnd,
+    PlanOffer,
+    PlanOutcome,
+    Restart,
+    Restored,
+    note,
+)
 from telemetry.state.groups import PROPOSED
 from telemetry.state.lease import check_fence
 from telemetry.state.live import LiveState, live_in, put_live, write_live
@@ -229,7 +241,7 @@ class PlacementPart(Part):
             change.put(HEAD, OPEN_PLAN, _name_of(plan_id, record))
             if plan_id > change.last("plan_id"):
                 change.give_out("plan_id", plan_id)
-            note(change, "publish", PlanOffer.of(migration))
+            note(change, OFFERED, PlanOffer.of(migration))
 
         self.backend.decide(f"publish of plan {plan_id}", decision)
 
@@ -329,7 +341,7 @@ class PlacementPart(Part):
             if serving is not None and serving[0] > recovery.generation:
                 return None
             RECOVERY.put(change, recovery)
-            note(change, "recovery", recovery)
+            note(change, RECOVERED, recovery)
             open_plan = open_plan_in(change)
             if open_plan is not None and (recovery.plan_id, recovery.applied) == (open_plan[0], 0):
                 _drop(change, open_plan[0], "aborted", recovery.reason)
@@ -353,7 +365,7 @@ class PlacementPart(Part):
         def decision(change: Change) -> None:
             if text_of(change.get(HEAD, RESTART) or "") != run:
                 change.put(HEAD, RESTART, run)
-                note(change, RESTART, {"run": run, "lost": list(lost), "reason": reason})
+                note(change, RESTART, Restart(run, tuple(lost), reason))
 
         self.backend.decide("why all ranks start again", decision)
 
@@ -407,14 +419,8 @@ class PlacementPart(Part):
             put_live(change, replace(live, revision=live.revision + PLAN_ID_GAP))
             greatest = max(change.last("plan_id"), last_plan_id + PLAN_ID_GAP)
             change.give_out("plan_id", greatest)
-            detail = {
-                "run": run.run,
-                "generation": placement.generation,
-                "last_plan_id": greatest,
-                "movement": live.control.movement,
-                "reason": reason,
-            }
-            note(change, "restore", detail)
+            fact = Restored(run.run, placement.generation, greatest, live.control.movement, reason)
+            note(change, RESTORED, fact)
             return True
 
         return self.backend.decide(f"restoring of run {run.run!r}", decision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from eplb.decision.expert_times import ExpertTimes
@@ -11,7 +12,7 @@ from eplb.decision.pace import StepTimes
 from eplb.errors import StoreError
 from eplb.versions import RANKS, Announcement, announcement_from_dict
 from telemetry.state.backend import HEAD, Change, Reader, Table, Value, text_of
-from telemetry.state.codec import as_stored, from_json, from_record, to_json
+from telemetry.state.codec import as_stored, from_json, from_record, known_fields, to_json
 from telemetry.state.membership import LATEST_CHANGE, note_run
 from telemetry.state.part import RECOVERY, STARTED, Part, Records, epoch_in
 
@@ -26,6 +27,7 @@ REPORT_EVERY_S = "report_every_s"  # rank detail: longest time between two repor
 HAS_ENDED = "has_ended"  # rank detail: it has left its serving loop as it was asked
 PROGRESS_THREAD = "progress_thread"  # rank detail: the thread that ``progress_of`` begins with
 STEP_THREAD = "step"  # such a thread: the one that serves
+RUN_BEGAN = "run"  # kind of an event: serving processes started, or go on as another group
 MISSED_REPORTS, LEAST_SILENCE_S = 3, 10.0  # after which a rank counts as silent
 KEPT_ANNOUNCEMENTS = 256  # announcements kept of each component, one a host or start
 
@@ -43,6 +45,32 @@ class RunInfo:
     topology: Details  # eplb.migration.serialisation.topology_to_dict
     window_steps: int
     window_seconds: float = 0.0  # 0: windows are of steps
+
+
+@dataclass(frozen=True)
+class RunBegan:
+    """Detail of the event of a start."""
+
+    run: str
+    window_steps: int
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What a rank reports beside its state; None: it does not."""
+
+    step_ms: float | None = None  # median time of its latest steps
+    wait_ms: float | None = None  # of that, the host's wait for exchanges with other ranks
+    has_ended: bool | None = None  # it has left its serving loop as it was asked
+    swap_pauses_ms: tuple[float, ...] | None = None  # the latest
+    staged: int | None = None  # experts of the open migration that are staged
+    to_stage: int | None = None  # of so many
+    experts_moved: int | None = None  # into its slots
+    samples_lost: int | None = None
+    store_errors: int | None = None
+    bytes_by_source: Mapping[str, int] | None = None  # of those experts
+    scrubbed: Mapping[str, int] | None = None  # live slots that were checked, by result
+    first_token: float | None = None  # seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -65,8 +93,18 @@ class RankState:
     mover_failures: int = 0
     progress_age_s: float = 0.0  # since the last progress of the thread with the least
     progress_of: str = ""  # that thread, and its work
-    # Shown to people (bytes_by_source, swap pauses, ...), but for ``progress_thread``.
+    # Programs read what is named above; the rest is for people (bytes by source, swap pauses, ...).
     detail: Details = field(default_factory=dict)
+
+    @cached_property
+    def figures(self) -> RankFigures:
+        """What it reports beside its state; nothing where a figure is of another type."""
+        try:
+            return from_record(
+                RankFigures, known_fields(RankFigures, self.detail), f"report of rank {self.rank}"
+            )
+        except StoreError:
+            return RankFigures()
 
     @property
     def report_every_s(self) -> float:
@@ -244,7 +282,7 @@ def begin(change: Change, info: RunInfo) -> None:
     if LATEST_CHANGE.get(change) is not None and (before := alive_in(change)):
         note_run(change, info.topology["alive"], len(before))
     add_run(change, _stored(info))
-    change.append("run", to_json({"run": info.run, "window_steps": info.window_steps}))
+    change.append(RUN_BEGAN, to_json(RunBegan(info.run, info.window_steps)))
 
 
 def _stored(info: RunInfo) -> RunInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -31,13 +32,17 @@ from rebalance.assembly.next_group import (
     form,
     next_members,
 )
+from rebalance.assembly.process import RankProcess
 from rebalance.assembly.survivors import Stages, agree_on_start
 from rebalance.rank.group import Group
+from rebalance.rank.rank import Rank
 from rebalance.recovery import StoreRendezvous, let_go, rejoin
+from runtime.counters import PassCounter
+from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertSchema
 from runtime.group import gathered
 from telemetry.state.groups import GroupProposal, Joiner
-from telemetry.state.runs import RunInfo
+from telemetry.state.runs import GROUP_STAYS, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.agent_group import AgentGroup, records_of
 from tests.support.limits import NEVER_S
@@ -223,8 +228,58 @@ def test_groups_that_are_taken_during_a_look_are_not_given_up_by_it(is_taken: bo
 
     member.part.look()
 
-    assert {id(one) for one in taken} == ({id(formed)} if is_taken else set())
+    assert {id(one) for one in taken if one} == ({id(formed)} if is_taken else set())
     assert votes.dead() == (set() if is_taken else {0})
+
+
+def test_groups_that_were_taken_are_freed_by_whoever_took_them() -> None:
+    """The part lives on until the next group serves: it would free them on the serving thread."""
+    member, nothing = LowestMember(), Any
+    group = Group(0, "run", Topology.uniform(1, 1, 2), LocalVotes(1).member(0))
+    proposal = GroupProposal(0, "run", (0,), {}, "a test", id=1)
+    member.part._formed = Formed(proposal, group, nothing, nothing)  # type: ignore[arg-type]
+    taken = member.part.take()
+    assert taken is not None
+
+    left = weakref.ref(taken)
+    del taken
+
+    assert left() is None
+
+
+# -- what a rank reports of its group
+
+
+def process_of(rank: Rank) -> RankProcess:
+    """Its process, which reports to no launcher."""
+    return RankProcess(rank, None, None, {})  # type: ignore[arg-type]
+
+
+def test_rank_reports_that_its_group_stays_by_what_the_engine_has_made_until_its_start() -> None:
+    rank = LowestMember().rank
+    rank.config = replace(rank.config, serve_on=True)
+    rank.process = process_of(rank)
+    rank.passes = PassCounter()  # the engine gives it between the build and the start
+
+    rank.start()
+    rank.leave()
+
+    assert rank.describe().detail[GROUP_STAYS] == ""
+
+
+def test_rank_on_a_gpu_reports_that_ranks_cannot_join_its_group_of_nccl() -> None:
+    """It may serve on after a death, by the dispatcher that the engine has made."""
+    rank = LowestMember().rank
+    rank.config, rank.passes = replace(rank.config, serve_on=True), PassCounter()
+    rank._group = replace(rank.group, device=torch.device("cuda"))
+    rank.process = process = process_of(rank)
+    rank.dispatchers.append(AllToAllDispatcher(rank.topology, Any, 0, rank.counter))  # type: ignore[arg-type]
+
+    rank.start()
+    rank.leave()
+
+    assert process._refusal() == ""
+    assert rank.describe().detail[GROUP_STAYS].startswith("its group is of NCCL, expected ranks on")
 
 
 # -- a change that fails once its groups are formed

@@ -18,8 +18,9 @@ from eplb.core.topology import Topology
 from eplb.errors import PlacementError, RankError
 from runtime.checkpoints.checkpoint import Checkpoint
 from runtime.counters import PassCounter, SlotCounter
-from runtime.dispatch.all_to_all import AllToAllDispatcher, first_sentence
+from runtime.dispatch.all_to_all import AllToAllDispatcher
 from runtime.experts import ExpertBank, ExpertSchema
+from runtime.group import first_sentence
 from runtime.model.compute import LoopExperts
 from runtime.model.moe import MoELayer, MoEStack
 from runtime.model.reference import ReferenceModel

@@ -41,6 +41,8 @@ from rebalance.controller.settings import ControllerSettings
 from telemetry.load.drift import LOOK_BACK, remembered, windows_since_change
 from telemetry.load.folder import Window, apart, history, weighted
 from telemetry.log_context import set_log_fields
+from telemetry.state.codec import from_json, to_json
+from telemetry.state.events import PhaseFigures, PlanDecision
 from telemetry.state.store import StateStore
 from telemetry.state.tasks import Refusal
 
@@ -442,40 +444,44 @@ def _against(
     return f", against the constraints of {len(broken)} layers, the first: {broken[min(broken)]}"
 
 
+def decided(proposal: Plan) -> PlanDecision:
+    """Describe a plan as the decision that it is."""
+    return PlanDecision(
+        decision=proposal.decision.value,
+        reason=proposal.reason,
+        policy=proposal.policy,
+        objective=proposal.problem.objective,
+        imbalance_before=finite(round(proposal.before, 4)),
+        imbalance_after=round(proposal.after, 4),
+        expected_gain=round(proposal.expected_gain, 4),
+        moves=proposal.num_moves,
+        bytes=proposal.num_moves * proposal.expert_bytes,
+        cost_s=round(cost_s_of(proposal), 4),
+        generation=proposal.base_generation,
+        target_generation=proposal.target.generation,
+        phases=_phases(proposal),
+    )
+
+
 def summary(proposal: Plan) -> dict[str, Any]:
-    """Return a plan as the detail of an event."""
-    return {
-        "decision": proposal.decision.value,
-        "reason": proposal.reason,
-        "policy": proposal.policy,
-        "objective": proposal.problem.objective,
-        "imbalance_before": finite(round(proposal.before, 4)),
-        "imbalance_after": round(proposal.after, 4),
-        "expected_gain": round(proposal.expected_gain, 4),
-        "moves": proposal.num_moves,
-        "bytes": proposal.num_moves * proposal.expert_bytes,
-        "cost_s": round(cost_s_of(proposal), 4),
-        "generation": proposal.base_generation,
-        "target_generation": proposal.target.generation,
-    } | _phases(proposal)
+    """Return the same as JSON-ready values."""
+    return from_json(to_json(decided(proposal)), "a plan")
 
 
-def _phases(proposal: Plan) -> dict[str, Any]:
-    """Return the imbalance of each phase, where there are several, as a detail of an event."""
+def _phases(proposal: Plan) -> tuple[PhaseFigures, ...] | None:
+    """The imbalance of each phase, where there are several."""
     parts = proposal.problem.parts
     if len(parts) == 1:
-        return {}
-    return {
-        "phases": [
-            {
-                "phase": found.phase,
-                "windows": len(part),
-                "before": finite(round(found.before, 4)),
-                "after": finite(round(found.after, 4)),
-            }
-            for found, part in zip(proposal.by_phase, parts, strict=True)
-        ]
-    }
+        return None
+    return tuple(
+        PhaseFigures(
+            phase=found.phase,
+            windows=len(part),
+            before=finite(round(found.before, 4)),
+            after=finite(round(found.after, 4)),
+        )
+        for found, part in zip(proposal.by_phase, parts, strict=True)
+    )
 
 
 def cost_s_of(proposal: Plan) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,10 @@ from eplb.planner import Plan
 from rebalance.controller.lease import ControllerLease
 from rebalance.controller.load import ServingGroup
 from rebalance.controller.open_migration import NOT_FINISHED
-from rebalance.controller.plans.planning import Planning, summary
+from rebalance.controller.plans.planning import Planning, decided
 from rebalance.controller.settings import ControllerSettings, LiveReader
 from telemetry.state.events import (
+    DECIDED,
     JUDGED_PACE,
     OUTCOME_OF_EVENT,
     PlanEnd,
@@ -51,17 +53,6 @@ from telemetry.state.store import StateStore
 
 CONTROLLER = "controller"  # by whom its own proposals are
 EXPLAINED_LAYERS = 4  # that gain most
-FIGURES = (  # figures in the summary of a plan
-    "target_generation",
-    "decision",
-    "policy",
-    "imbalance_before",
-    "imbalance_after",
-    "expected_gain",
-    "moves",
-    "bytes",
-    "cost_s",
-)
 KEPT_MOVES = 5000  # of the list, for display; the target has them all
 
 
@@ -92,7 +83,7 @@ def drafted(
         lasts_s: how long it can be approved.
         why: it is made.
     """
-    figures = summary(plan)
+    decision = decided(plan)
     proposal = Proposal(
         time=now,
         expires=now + lasts_s,
@@ -101,8 +92,16 @@ def drafted(
         by=why.by,
         trigger=why.trigger,
         reason=why.reason,
-        plan_reason=figures["reason"],
-        **{name: figures[name] for name in FIGURES},
+        target_generation=decision.target_generation,
+        decision=decision.decision,
+        plan_reason=decision.reason,
+        policy=decision.policy,
+        imbalance_before=decision.imbalance_before,
+        imbalance_after=decision.imbalance_after,
+        expected_gain=decision.expected_gain,
+        moves=decision.moves,
+        bytes=decision.bytes,
+        cost_s=decision.cost_s,
     )
     layer_ids = plan.problem.layer_ids
     moves = [
@@ -203,7 +202,7 @@ class Pacing:
         change = judged(
             offer.plan_id, part, budget, times, moves=bool(offer.moves), is_late=is_late
         )
-        self._store.add_event(JUDGED_PACE, vars(change))
+        self._store.add_event(JUDGED_PACE, change)
         log.info("plan_id=%d pace=%g reason=%r", change.plan_id, change.part, change.reason)
         return change
 
@@ -273,13 +272,19 @@ class Publisher:
         """
         self._noted_window, self._noted_decision = window, proposal.decision.value
         reason = f"{proposal.reason} (not moved: {held_back})" if held_back else proposal.reason
-        detail = summary(proposal) | {"reason": reason, "window": window, "trigger": trigger}
-        detail |= {"actor": actor, "stage": self._live.settings.stage}
-        detail |= self._planning.how
+        decision = replace(
+            decided(proposal),
+            reason=reason,
+            window=window,
+            trigger=trigger,
+            actor=actor,
+            stage=self._live.settings.stage,
+            **self._planning.how,
+        )
         if not held_back and proposal.decision is not Decision.KEEP:
             pace = self._pace(group, throttle)
-            detail |= {"pace": vars(pace.pace), "pace_reason": pace.reason}
-        self._store.add_event("plan", detail)
+            decision = replace(decision, pace=vars(pace.pace), pace_reason=pace.reason)
+        self._store.add_event(DECIDED, decision)
         log.info(
             "generation=%d decision=%s reason=%r",
             proposal.base_generation,

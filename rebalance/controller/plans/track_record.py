@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -24,21 +23,19 @@ from eplb.decision.alternatives import ENOUGH, Promise, realised
 from eplb.decision.outcome import Plan
 from telemetry.load.drift import LOOK_BACK
 from telemetry.load.folder import Window
-from telemetry.state.events import Event, PlanOffer, plan_offer, read_event
+from telemetry.state.events import (
+    DECIDED,
+    JUDGED,
+    OFFERED,
+    Judgement,
+    PlanDecision,
+    PlanOffer,
+    plan_offer,
+    read_event,
+)
 from telemetry.state.store import StateStore
 
-KIND = "promise"  # of the event
 MOST_OPEN = 8  # promises; one for each window until the first is judged, and some more
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Detail of the event: what a plan promised and gave, and the sums with it."""
-
-    generation: int
-    promised: float
-    given: float
-    record: list[float]  # promised, given
 
 
 class Judged(NamedTuple):
@@ -123,7 +120,7 @@ class TrackRecord:
             round(given, 6),
             [self.record.promised, self.record.given],
         )
-        self._store.add_event(KIND, vars(judgement))
+        self._store.add_event(JUDGED, judgement)
         return Judged(promise, given)
 
 
@@ -158,32 +155,35 @@ def _read_open_promises(store: StateStore) -> list[Promise]:
     found: list[Promise] = []
     offer: PlanOffer | None = None
     judged, num_offers = -1, 0  # the newest generation that was judged
-    for event in store.events_backwards({KIND, "publish", "plan"}):
-        if event.kind == KIND:
+    for event in store.events_backwards({JUDGED, OFFERED, DECIDED}):
+        if event.kind == JUDGED:
             judged = max(judged, read_event(event, Judgement).generation)
-        elif event.kind == "publish":
+        elif event.kind == OFFERED:
             offer, num_offers = plan_offer(event), num_offers + 1
             if offer is None or offer.generation <= judged or num_offers > MOST_OPEN:
                 break  # everything before was judged too, or dropped
         elif offer is not None:
-            if event.detail.get("trigger") == "rollback":
+            decision = event.fact
+            if not isinstance(decision, PlanDecision):
+                offer = None
+                continue
+            if decision.trigger == "rollback":
                 break  # it judged none of those before
-            held = _promise(store, offer, event)
+            held = _promise(store, offer, decision)
             found, offer = found + held, None
-            if held and event.detail.get("decision") == Decision.MOVE.value:
+            if held and decision.decision == Decision.MOVE.value:
                 break  # it ended those before
     return found[::-1]
 
 
-def _promise(store: StateStore, offer: PlanOffer, decision: Event) -> list[Promise]:
+def _promise(store: StateStore, offer: PlanOffer, decision: PlanDecision) -> list[Promise]:
     """The promise of a published plan; empty where it was dropped, or promised nothing."""
-    detail = decision.detail
-    before, after = detail.get("imbalance_before"), detail.get("imbalance_after")
-    if detail.get("generation") != offer.base_generation or before is None or after is None:
+    before, after = decision.imbalance_before, decision.imbalance_after
+    if decision.generation != offer.base_generation or before is None or after is None:
         return []
     if before <= after:
         return []
-    objective: Objective = "time" if detail.get("objective") == "time" else "tokens"
+    objective: Objective = "time" if decision.objective == "time" else "tokens"
     base, target = store.placement(offer.base_generation), store.placement(offer.generation)
     published = store.published()
     if published is not None and published.plan_id == offer.plan_id:
@@ -194,7 +194,7 @@ def _promise(store: StateStore, offer: PlanOffer, decision: Event) -> list[Promi
 
 
 def _latest(store: StateStore) -> Record:
-    newest = next(store.events_backwards((KIND,)), None)
+    newest = next(store.events_backwards((JUDGED,)), None)
     if newest is None:
         return Record()
     promised, given = read_event(newest, Judgement).record

@@ -61,7 +61,16 @@ from rebalance.types import SWITCHED_OFF
 from telemetry import open_store
 from telemetry.load.reporter import Reporter
 from telemetry.load.spool import Spool
-from telemetry.state.events import OUTCOME_OF_EVENT, PlanEnd, PlanOffer, plan_offer
+from telemetry.state.events import (
+    DECIDED,
+    FAILED,
+    OFFERED,
+    OUTCOME_OF_EVENT,
+    Failure,
+    PlanEnd,
+    PlanOffer,
+    plan_offer,
+)
 from telemetry.state.holder import new_holder, shown
 from telemetry.state.lease import Lease, LeaseOf
 from telemetry.state.runs import REPORT_EVERY_S, RankState
@@ -335,10 +344,10 @@ class StoreLink:
                 about |= {"trigger": "request", "actor": f"task {question.task_id}"}
             if outcome.kept and target > base:
                 about["reason"] = f"{figures['reason']} (not moved: {outcome.kept})"
-            store.add_event("plan", figures | about)
+            store.add_event(DECIDED, figures | about)
             if outcome.is_begun:
                 offer = PlanOffer(store.next_plan_id(), base, target, figures["moves"], 1)
-                store.add_event("publish", vars(offer))
+                store.add_event(OFFERED, offer)
         if not outcome.error:
             self._failure = ""
         if question.task_id and not outcome.is_begun:
@@ -349,9 +358,9 @@ class StoreLink:
         if plan_id:
             serving = store.committed()
             generation = None if serving is None else serving.placement.generation
-            store.add_event("abort", vars(PlanEnd(generation, plan_id, error)))
+            store.add_event("abort", PlanEnd(generation, plan_id, error))
         elif error != self._failure:
-            store.add_event("error", {"where": where, "message": error})
+            store.add_event(FAILED, Failure(where, error))
             self._failure = error
 
     def _open_plan(self, store: StateStore) -> int:

@@ -1,7 +1,8 @@
 """What the plug-in uses of vLLM and assumes about it: names, signatures, attributes, lines.
 
-``ASSUMED`` is what a serving process needs; ``REPLAY``, ``COMMAND`` and ``CONFORM`` what a replay,
-``eplb check`` and ``eplb conform`` need besides.
+``ASSUMED`` is what a serving process needs; ``RELOAD`` what it needs besides to serve right at once
+after its weights were loaded again; ``REPLAY``, ``COMMAND`` and ``CONFORM`` what a replay,
+``eplb check`` and ``eplb conform`` need.
 """
 
 from __future__ import annotations
@@ -137,6 +138,27 @@ ASSUMED = Assumptions(
         ),
         # By which a draft model is known.
         "vllm.config.speculative": ('runner="draft",',),
+    },
+)
+
+LAYERWISE = "vllm.model_executor.model_loader.reload"
+RELOAD = Assumptions(
+    "vllm",
+    RELEASES,
+    signatures={
+        f"{LAYERWISE}.layerwise.finalize_layerwise_processing": "model model_config",
+        f"{LAYERWISE}.layerwise.get_layerwise_info": "layer",
+        f"{LAYERWISE}.types.LayerReloadingInfo.can_load": "self",
+    },
+    attributes={
+        f"{LAYERWISE}.types.LayerReloadingInfo": "load_numel",
+        f"{STATE}.EplbModelState": "rebalanced",
+    },
+    lines={
+        f"{LAYERWISE}.layerwise.finalize_layerwise_reload": ("finalize_layerwise_processing(",),
+        f"{FUSED_MOE}.routed_experts.RoutedExperts.build_expert_params_mapping": (
+            "EplbState.build_initial_global_physical_to_logical_map(",
+        ),
     },
 )
 

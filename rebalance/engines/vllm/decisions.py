@@ -154,6 +154,10 @@ class ServedMap:
     latest: MapDecision | None = None
     check: TransferCheck | None = None  # of what vLLM moves; on all ranks, or on none
     is_planned: bool = False  # whether a plan has made the map; False: it is that of the start
+    start: IntArray = field(init=False)  # [L, S] the map of the start, by which vLLM loads
+
+    def __post_init__(self) -> None:
+        self.start = self.held.copy()
 
     @property
     def model(self) -> Any:

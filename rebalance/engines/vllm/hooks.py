@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from rebalance.engines.common import guards
+from rebalance.engines.vllm.assumptions import RELOAD
 from rebalance.engines.vllm.policy import policy_class
 from rebalance.engines.vllm.process import PluginProcess
 
@@ -63,6 +65,12 @@ def _wrap_all(process: PluginProcess, undo: list[Callable[[], None]]) -> None:
     wrap(eplb_state, "_commit_eplb_maps", _commit_eplb_maps)
     wrap(eplb_state.EplbState, "add_model", _add_model)
     wrap(eplb_state.EplbState, "step", _step)
+    if why := guards.untried(RELOAD) or next(guards.refusals(RELOAD), ""):
+        log.warning("slots are repaired at the rebalance after a reload: %s", why)
+        return
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    wrap(layerwise, "finalize_layerwise_processing", _finalize_layerwise_processing)
 
 
 class OwnCall:
@@ -112,6 +120,14 @@ def _step(
     process.before_step(state, is_dummy, is_profile, log_stats)
     own(state, is_dummy, is_profile, log_stats=log_stats)
     process.after_step(state, is_dummy, is_profile)
+
+
+def _finalize_layerwise_processing(
+    process: PluginProcess, own: OwnCall, model: Any, model_config: Any
+) -> None:
+    loaded = process.find_loaded(model)
+    own(model, model_config)
+    process.serve_loaded(loaded)
 
 
 def _move_to_buffer(process: PluginProcess, own: OwnCall, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -54,6 +55,7 @@ from rebalance.engines.vllm.decisions import (
     shares_by,
 )
 from rebalance.engines.vllm.mover import TransferCheck
+from rebalance.engines.vllm.reload import find_loaded, serve_start
 from rebalance.engines.vllm.tap import LoadTap, watch_phases
 from rebalance.weights.expert_records import Tensors, num_bytes_of, rows_of, together
 from runtime.group import gathered_large
@@ -276,7 +278,7 @@ class PluginProcess:
             digests = kept.digests
         else:
             digests = digests_of_experts(served.held, digests_of_slots(list(weights), group))
-        records = SlotRecords(lambda layer: weights[layer], digests, served.held, group, kept)
+        records = SlotRecords(lambda layer: weights[layer], digests, served.start, group, kept)
         return TransferCheck(records)
 
     def check_of(self, communicator: Any) -> TransferCheck | None:
@@ -329,7 +331,7 @@ class PluginProcess:
         self.left_behind = self.left_behind or next(iter(named), "")
         check.relabelled.clear()
         if self.left_behind:
-            wanted[:] = check.records.start
+            wanted[:] = target.start
         layers = {int(layer) for rank in ranks for layer in rank["layers"]}
         verdicts = {
             self._mend_layer(check, layer, held[layer], wanted[layer]) for layer in sorted(layers)
@@ -374,7 +376,7 @@ class PluginProcess:
         replicas are alike by that map alone, and it is ``wanted`` again.
         """
         assert target.check is not None, "it has found the weights replaced"
-        held, start = wanted.copy(), target.check.records.start
+        held, start = wanted.copy(), target.start
         slots = digests_of_slots(list(target.model.expert_weights), self.group.cpu_group)
         if num_differing(held, slots) and not num_differing(start, slots):
             wanted[:] = start
@@ -494,6 +496,16 @@ class PluginProcess:
             self.generation += 1
             self._has_changed = False
             self._offer_map()
+
+    def find_loaded(self, model: Any) -> dict[ServedMap, list[int]]:
+        """Find the layers that vLLM loads again, by the model whose loading ends."""
+        return find_loaded(self._served, model)
+
+    def serve_loaded(self, loaded: Mapping[ServedMap, list[int]]) -> None:
+        """Have layers that were loaded again serve by the map that they were loaded by."""
+        for served, layers in loaded.items():
+            serve_start(served, layers)
+            self.map_ended(served.model_state)
 
     def _of(self, model_state: Any) -> ServedMap | None:
         return next((one for one in self._served if one.model_state is model_state), None)

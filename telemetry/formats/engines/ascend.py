@@ -19,14 +19,12 @@ from numpy.typing import NDArray
 
 from eplb.errors import HistoryError
 from telemetry.formats.bounded import int_array, member, whole_number
-from telemetry.formats.repairs import filled, kept_in_place, ranks_of, without_duplicates
 from telemetry.formats.types import (
     PlacementFile,
     ReadOptions,
     WriteOptions,
     Written,
     placement_of,
-    refuse_dense_rows,
     rows_in_order,
 )
 
@@ -66,21 +64,9 @@ def of_map(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
 
 
 def write_map(file: PlacementFile, options: WriteOptions) -> Written:
-    """Write an expert map that passes the engine's checks.
-
-    Experts that stay on a device keep the slots of the map that serves.
-    """
-    devices = ranks_of(file, options.num_ranks, "the map lists devices")
-    refuse_dense_rows(file.layers, "entries of vllm-ascend")
-    file, notes = filled(file, devices)
-    file, further = without_duplicates(file, devices)
-    notes = (*notes, *further)
-    if (current := options.current) is not None:
-        file, further = kept_in_place(file, current, devices)
-        notes = (*notes, *further)
-    if file.layers.axis == "model":
-        notes = (*notes, f"entries are MoE layers in order: entry 0 is layer {file.layers.ids[0]}")
-    tables = file.placement.slot_to_expert.reshape(file.placement.num_layers, devices, -1)
+    """Write an expert map that passes the engine's checks."""
+    devices, held = file.num_ranks or 1, file.placement.slot_to_expert
+    tables = held.reshape(file.placement.num_layers, devices, -1)
     entries: list[dict[str, Any]] = [
         {
             "layer_id": row,
@@ -94,4 +80,4 @@ def write_map(file: PlacementFile, options: WriteOptions) -> Written:
     ]
     text = ",\n  ".join(map(json.dumps, entries))
     record = f'{{"moe_layer_count": {len(entries)}, "layer_list": [\n  {text}\n]}}\n'
-    return record.encode(), notes
+    return record.encode(), ()

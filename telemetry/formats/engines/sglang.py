@@ -33,7 +33,6 @@ from telemetry.formats.bounded import (
     whole_array,
     whole_number,
 )
-from telemetry.formats.repairs import filled
 from telemetry.formats.torch_file import load_torch
 from telemetry.formats.types import (
     Layers,
@@ -45,7 +44,6 @@ from telemetry.formats.types import (
     check_cells,
     cut_unlike,
     history_of,
-    model_layers,
     placement_of,
     ranks_summed,
     rows_as_hidden,
@@ -226,12 +224,9 @@ def write_location(file: PlacementFile, options: WriteOptions) -> Written:
 
     Rows of dense layers hold experts in order: the engine asks for a full row and never uses it.
     """
-    file, notes = filled(file, options.num_ranks)
-    held = file.placement.slot_to_expert
-    layers = file.layers
+    held, layers, notes = file.placement.slot_to_expert, file.layers, tuple[str, ...]()
     if layers.axis == "hidden":
-        return to_json({MAP: held.tolist()}), notes
-    layers = model_layers(layers, "rows of SGLang are all hidden layers")
+        return to_json({MAP: held.tolist()}), ()
     total = options.num_hidden or layers.num_hidden
     if total is None:
         total = layers.ids[-1] + 1

@@ -30,7 +30,6 @@ from telemetry.formats.bounded import (
     whole_array,
     whole_number,
 )
-from telemetry.formats.repairs import filled, ranks_of
 from telemetry.formats.types import (
     LoadFile,
     PlacementFile,
@@ -41,7 +40,6 @@ from telemetry.formats.types import (
     assignments,
     check_cells,
     history_of,
-    model_layers,
     placement_of,
     ranks_summed,
     whole_steps,
@@ -188,11 +186,8 @@ IGNORED = (
 
 def write_config(file: PlacementFile, options: WriteOptions) -> Written:
     """Write ``moe_load_balancer.yaml`` with the engine's three keys, lists in rows."""
-    ranks_of(file, options.num_ranks, "TensorRT-LLM has as many slots on each rank")
-    file, notes = filled(file, options.num_ranks)
-    layers = model_layers(file.layers, "layers of TensorRT-LLM have the model's numbers")
     lines = ["initial_global_assignments:"]
-    for layer, row in zip(layers.ids, file.placement.slot_to_expert.tolist(), strict=True):
+    for layer, row in zip(file.layers.ids, file.placement.slot_to_expert.tolist(), strict=True):
         lines.append(f"  {layer}: [{', '.join(map(str, row))}]")
     lines += ["layer_updates_per_iter: 0", f"num_slots: {file.placement.num_slots}", ""]
-    return "\n".join(lines).encode(), (*notes, IGNORED)
+    return "\n".join(lines).encode(), (IGNORED,)

@@ -28,7 +28,6 @@ from telemetry.formats.bounded import (
     member,
     whole_number,
 )
-from telemetry.formats.repairs import filled, ranks_of
 from telemetry.formats.types import (
     LoadFile,
     PlacementFile,
@@ -38,7 +37,6 @@ from telemetry.formats.types import (
     assignments,
     history_of,
     placement_of,
-    refuse_dense_rows,
     rows_in_order,
     to_logical,
 )
@@ -241,11 +239,6 @@ def of_mapping(record: Any, path: Path, options: ReadOptions) -> PlacementFile:
 
 def write_mapping(file: PlacementFile, options: WriteOptions) -> Written:
     """Write the line of an initial mapping."""
-    ranks_of(file, options.num_ranks, "vLLM has as many slots on each rank")
-    file, notes = filled(file, options.num_ranks)
-    refuse_dense_rows(file.layers, "rows of vLLM")
-    if file.layers.axis == "model":
-        notes = (*notes, f"rows are MoE layers in order: row 0 is layer {file.layers.ids[0]}")
     placement = file.placement
     redundant = placement.num_slots - placement.num_experts
     if redundant > MAX_REDUNDANT:
@@ -260,7 +253,7 @@ def write_mapping(file: PlacementFile, options: WriteOptions) -> Written:
         },
     }
     text = json.dumps(record, separators=(",", ":"))
-    return text.encode() + b"\n", (*notes, EXPERIMENTAL)
+    return text.encode() + b"\n", (EXPERIMENTAL,)
 
 
 ONE_SLOT = "tokens are written as those of one slot for each expert"

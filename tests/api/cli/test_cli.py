@@ -1,5 +1,6 @@
 """The command line: what it offers, and one sentence for each thing that it refuses."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from api.access.audit import Audit, local_actor
 from api.cli.main import app
+from api.processes.commands import own_command
 from eplb.errors import StoreError
 from telemetry import open_store
 from telemetry.state.live import Control
@@ -21,6 +23,7 @@ from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
 from tests.support.rank_reports import rank_report
 from tests.support.redis_servers import RedisProcess
+from tests.support.repository import ROOT
 
 EPLB = Path(sys.executable).with_name("eplb")
 WIDE = {"COLUMNS": "200", "TERM": "dumb"}  # so that no word of the help is cut
@@ -76,6 +79,21 @@ def test_refusal_is_one_sentence_on_the_error_stream(words: list[str], named: st
     assert errors.startswith("eplb: ")
     assert named in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["config"], ["journal", "--help"], ["observability", "x"]])
+def test_output_that_a_full_device_refuses_is_one_line_and_status_2(
+    words: list[str], tmp_path: Path
+) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with Path("/dev/full").open("wb") as full:
+        command = own_command(*words)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
+        )
+
+    refusal = "eplb: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, refusal)
 
 
 # -- pause and resume

@@ -25,6 +25,7 @@ from eplb import ModelShape, Topology
 from eplb.migration.serialisation import model_to_dict, topology_to_dict
 from telemetry.log_context import set_log_fields
 from telemetry.state.runs import RunInfo
+from tests.support.plan_events import plan_event
 from tests.support.stores import MemoryStore
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\rgood\ngeneration=9 decision=MOVE\u202egnp\u2028x\ud800\t"
@@ -42,7 +43,7 @@ def monitor() -> Monitor:
     model = model_to_dict(ModelShape((0,), num_experts=3, top_k=1, hidden=2, intermediate=2))
     topology = topology_to_dict(Topology.uniform(num_nodes=1, ranks_per_node=2, slots_per_rank=2))
     store.begin_run(RunInfo("a", 0.0, model, topology, window_steps=1))
-    store.add_event("plan", {"decision": "MOVE", "reason": HOSTILE, "generation": 1})
+    store.add_event("plan", plan_event("MOVE", HOSTILE))
     store.add_event("error", {"where": HOSTILE, "message": HOSTILE})
     return Monitor(store)
 

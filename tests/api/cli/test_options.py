@@ -26,6 +26,7 @@ from eplb.core.load import as_history
 from eplb.errors import ConfigError
 from simulations.windows import of_history
 from tests.support.documents import commands
+from tests.support.plan_events import plan_event
 
 COMMANDS = {name.removeprefix("eplb "): command for name, command in commands().items()}
 NO_JSON = {
@@ -87,8 +88,8 @@ def test_time_of_day_is_that_of_today() -> None:
 
 
 def test_decision_is_printed_in_words() -> None:
-    detail = {"decision": "MOVE", "window": 3, "imbalance_before": 1.15, "imbalance_after": 1.01}
-    detail |= {"moves": 188, "cost_s": 0.1, "reason": "rank 7 is drained"}
+    figures = {"imbalance_before": 1.15, "imbalance_after": 1.01, "moves": 188, "cost_s": 0.1}
+    detail = vars(plan_event("MOVE", "rank 7 is drained", window=3, **figures))
     event = {"id": 7, "time": 0.0, "kind": "plan", "detail": detail}
     with redirect_stdout(StringIO()) as shown:
         show_events({"events": [event], "next": None})

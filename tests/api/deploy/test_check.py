@@ -27,6 +27,7 @@ from api.deploy.check import (
     check_all,
     check_memory,
     check_ports,
+    check_serve_on,
     check_store,
     costs_of,
     lines_of,
@@ -36,10 +37,13 @@ from api.deploy.model import accept_checkpoint, check_same_checkpoint, check_wei
 from api.deploy.roles import run_host_cache
 from eplb.core.model import ModelShape
 from eplb.errors import CheckpointError, ConfigError, StoreError
+from eplb.versions import SERVICE
 from rebalance.assembly.host_cache import build_host_cache
 from rebalance.assembly.places import claim_place
 from runtime import ExpertSchema, write_random_checkpoint
 from runtime.checkpoints.checkpoint import Checkpoint
+from telemetry.state.holder import new_holder
+from telemetry.state.joining import Heartbeat
 from tests.support.certificates import Authority
 from tests.support.deployments import SMALL, deployment_in, free_ports
 from tests.support.redis_servers import RedisProcess
@@ -90,6 +94,32 @@ def test_host_that_is_ready_has_nothing_refused(
     assert "2 MoE layers x 8 experts in float32" in found["checkpoint"][0].found
 
 
+def test_serve_on_is_refused_where_survivors_have_too_few_slots(tmp_path: Path) -> None:
+    def of(slots: int, **more: Any) -> list[str]:
+        given = {"topology__slots_per_rank": slots, "agent__serve_on": True} | more
+        return list(map(str, check_serve_on(small(tmp_path, **given))))
+
+    refused, alone = of(4)  # two ranks, 8 experts
+
+    assert refused == (
+        "refused  serve on: after the death of any rank 4 slots of a layer are left for 8 experts, "
+        "so that all ranks start again, expected topology.slots_per_rank = 8 or more, or "
+        "agent.serve_on = false"
+    )
+    assert alone.startswith("ok       serve on: without model.checkpoint a rank that died cannot ")
+    assert of(8)[0] == (
+        "ok       serve on: 1 of 2 ranks may die: the others have 8 slots of a layer for 8 experts"
+    )
+    assert of(4, agent__serve_on=False) == []
+
+
+def test_slots_of_spares_count_for_survivors(tmp_path: Path) -> None:
+    given = {"topology__ranks_per_node": 4, "topology__slots_per_rank": 2, "agent__serve_on": True}
+
+    assert not next(check_serve_on(small(tmp_path, **given))).is_ok
+    assert next(check_serve_on(small(tmp_path, topology__spare_slots=1, **given))).is_ok
+
+
 def test_certificate_of_http_is_checked_and_an_expired_one_is_refused(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "tls")
 
@@ -127,6 +157,23 @@ def test_port_in_use_and_port_given_twice_are_refused(tmp_path: Path) -> None:
 
     assert str(first).startswith(f"refused  ports: {port} of 127.0.0.1 (network.rendezvous_port) ")
     assert any("is also network.rendezvous_port" in one.found for one in check_ports(twice, 0))
+
+
+def test_port_of_this_deployment_s_own_service_or_rank_is_no_fault(tmp_path: Path) -> None:
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as service,
+        closing(socket.create_server(("127.0.0.1", 0))) as rendezvous,
+    ):
+        ports = [one.getsockname()[1] for one in (service, rendezvous)]
+        deployment = small(tmp_path, http__port=ports[0], network__rendezvous_port=ports[1])
+        assert len([one for one in check_ports(deployment, 0) if not one.is_ok]) == 2
+
+        with closing(deployment.opened_store()) as store:
+            store.announce(Heartbeat(deployment.opened_store, SERVICE, new_holder()).mine)
+        own = list(check_ports(deployment, 0))
+
+    assert [one.is_ok for one in own] == [True, True]
+    assert own[0].found.endswith(f"is used by process {os.getpid()} of this deployment")
 
 
 def test_ports_of_the_second_host_are_its_own_alone(tmp_path: Path) -> None:

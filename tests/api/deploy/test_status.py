@@ -34,6 +34,7 @@ from telemetry.state.runs import REPORT_EVERY_S, RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
+from tests.support.plan_events import plan_event
 from tests.support.readings import read
 
 SECRET = "0123456789abcdef"
@@ -132,7 +133,7 @@ def test_first_lines_say_who_paused_what_waits_and_why_nothing_moved(
         ),
         Content(target),
     )
-    store.add_event("plan", {"decision": "KEEP", "reason": "the gain is less than the cost"})
+    store.add_event("plan", plan_event(reason="the gain is less than the cost"))
 
     first, plan = run(tmp_path)[1].splitlines()
 

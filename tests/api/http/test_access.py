@@ -511,6 +511,20 @@ def test_audit_command_verifies_the_chain_against_a_noted_line(tmp_path: Path) -
     assert "line 4 has the hash no such line, expected " in found[1]
 
 
+def test_repeated_request_for_another_version_is_refused(service: httpx.Client) -> None:
+    key, asked = {"idempotency-key": "one"}, {"reason": "r"}
+    first = service.post("/api/v1/rebalances", json=asked, headers=key | {"if-match": "*"})
+    again = service.post("/api/v1/rebalances", json=asked, headers=key | {"if-match": "*"})
+    other = service.post("/api/v1/rebalances", json=asked, headers=key | {"if-match": '"7"'})
+    without = service.post("/api/v1/rebalances", json=asked, headers=key)
+
+    assert again.json() == first.json()
+    assert again.headers["idempotency-replayed"] == "true"
+    for refused in (other, without):
+        kind, detail = problem_of(refused)
+        assert (kind, "If-Match" in detail) == (ProblemType.KEY_REUSED, True)
+
+
 def test_repeated_request_is_done_once_and_another_body_is_refused(
     service: httpx.Client, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from telemetry.state.store import StateStore
 from telemetry.state.tasks import Refusal, TaskResult
 from tests.support.http import IN_PROCESS, client_of, problem_of
 from tests.support.limits import NEVER_S
+from tests.support.plan_events import plan_event
 from tests.support.rank_reports import rank_report
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, serve
@@ -179,7 +180,7 @@ def test_rebalances_are_given_newest_first_page_by_page(
 def test_open_migration_is_shown_with_its_moves_and_is_a_conflict(
     client: httpx.Client, store: StateStore
 ) -> None:
-    store.add_event("plan", {"decision": "MOVE", "reason": "worth it", "generation": 1})
+    store.add_event("plan", plan_event("MOVE", "worth it"))
     publish_second(store)
 
     plan = client.get("/plan").json()

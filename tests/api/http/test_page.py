@@ -34,6 +34,7 @@ from tests.support.controlled_deployment import MODEL as CONTROLLED
 from tests.support.controlled_deployment import SKEWED, START, planned_by_request
 from tests.support.http import serving
 from tests.support.limits import NEVER_S
+from tests.support.plan_events import plan_event
 from tests.support.rank_reports import rank_report
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, serve
@@ -76,7 +77,7 @@ def store_run(opened: StateStore) -> None:
     begin_run(opened, model=MODEL)
     opened.commit(FIRST, expected=None, reason="start")
     serve(opened, at=time.time())
-    opened.add_event("plan", {"decision": "KEEP", "reason": "gain <b>1 %</b>", "generation": 1})
+    opened.add_event("plan", plan_event(reason="gain <b>1 %</b>"))
 
 
 @pytest.fixture
@@ -378,7 +379,7 @@ def test_selection_focus_and_nodes_survive_updates(page: Any, store: StateStore)
     page.locator("#decisions .entry").wait_for()
     page.evaluate("getSelection().selectAllChildren(document.querySelector('#decisions .entry'))")
     selected = page.evaluate("getSelection().toString()")
-    store.add_event("plan", {"decision": "KEEP", "reason": "a later one", "generation": 1})
+    store.add_event("plan", plan_event(reason="a later one"))
     page.locator("#decisions .entry", has_text="a later one").wait_for()
 
     assert "gain <b>1 %</b>" in selected
@@ -419,9 +420,9 @@ def test_chart_ends_now_and_moves_without_room_for_a_label_leave_the_curve_free(
 def test_last_rebalance_shows_cost_prediction_and_what_it_brought(
     page: Any, store: StateStore
 ) -> None:
-    decided = {"decision": "MOVE", "reason": "worth it", "bytes": 7_000_000}
-    decided |= {"trigger": "request", "actor": "task 3", "stage": "propose"}
-    store.add_event("plan", decided | {"imbalance_before": 1.6, "imbalance_after": 1.1})
+    told = {"trigger": "request", "actor": "task 3", "stage": "propose"}
+    figures = {"bytes": 7_000_000, "imbalance_before": 1.6, "imbalance_after": 1.1}
+    store.add_event("plan", plan_event("MOVE", "worth it", **figures, **told))
     migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id())
     store.publish(migration)
     store.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="served")
@@ -453,7 +454,7 @@ def test_page_shows_why_the_pace_changed_and_how_many_experts_stay_uncovered(
     reason = "plan 1 made the p95 of step time +20.0%, expected +5.0% at most: part 1 -> 0.5"
     store.add_event("pace", vars(PaceChange(1, 0.2, 0.05, 1.0, 0.5, reason)))
     asked = {"min_domains": 2, "num_uncovered": 3, "uncovered": [[0, 0], [0, 1], [0, 2]]}
-    store.add_event("plan", {"decision": "KEEP", "reason": "even", "generation": 1, "asked": asked})
+    store.add_event("plan", plan_event(asked=asked))
 
     page.locator("#pace", has_text=f"0.5 of the deployment's own; {reason}, ").wait_for()
     view(page, "History")
@@ -617,7 +618,7 @@ def test_text_of_every_view_has_the_contrast_of_wcag_aa(
     for kind in ("commit", "abort", "reject"):
         store.add_event(kind, {"reason": "none", "plan_id": 1, "generation": 1})
     for decision in ("MOVE", "RESPLIT"):
-        store.add_event("plan", {"decision": decision, "reason": "worth it", "generation": 1})
+        store.add_event("plan", plan_event(decision, "worth it"))
     page.locator("#anomalies .entry").first.wait_for()
     for name in VIEWS:
         view(page, name)

@@ -19,6 +19,7 @@ from telemetry import open_store
 from telemetry.load.pruning import Keeper, Retention
 from telemetry.state.runs import RunInfo
 from telemetry.state.store import StateStore
+from tests.support.plan_events import plan_event
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import FIRST, SECOND, TOPOLOGY, begin_run, sample
 
@@ -137,10 +138,9 @@ def test_rebalance_has_its_cost_what_it_promised_and_what_it_gave() -> None:
     store = MemoryStore("d", clock=lambda: START)
     begin_run(store, "a", START)
     store.commit(FIRST, expected=None, reason="start")
-    decided = {"decision": "MOVE", "reason": "worth it", "trigger": "load", "bytes": 7000}
-    held = {"decision": "MOVE", "reason": "worth it (not moved: observe is on)"}
-    store.add_event("plan", held)
-    store.add_event("plan", decided | {"imbalance_before": 1.6, "imbalance_after": 1.1})
+    store.add_event("plan", plan_event("MOVE", "worth it (not moved: observe is on)"))
+    figures = {"bytes": 7000, "imbalance_before": 1.6, "imbalance_after": 1.1}
+    store.add_event("plan", plan_event("MOVE", "worth it", trigger="load", **figures))
     migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id())
     store.publish(migration)
     monitor = watched(store, START)

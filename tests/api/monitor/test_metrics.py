@@ -39,6 +39,7 @@ from telemetry.state.memory import MemoryBackend
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.http import client_of
+from tests.support.plan_events import plan_event
 from tests.support.rank_reports import rank_report
 from tests.support.repository import ROOT
 from tests.support.stores import MemoryStore
@@ -61,9 +62,8 @@ def a_busy_run(store: StateStore) -> None:
     begin_run(store, "a", NOW, model=MODEL, window_steps=2)
     store.commit(FIRST, expected=None, reason="start")
     serve(store, FIRST, 0, [[60, 20], [30, 20]], [[20, 0], [50, 0]])
-    detail = {"decision": "MOVE", "policy": "auto", "imbalance_after": 1.25, "generation": 1}
     how = {"window": 0, "windows": 1, "trigger": "load", "plan_seconds": 0.02}
-    store.add_event("plan", detail | how)
+    store.add_event("plan", plan_event("MOVE", imbalance_after=1.25, **how))
     migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=store.next_plan_id())
     store.publish(migration)
     store.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="drift")
@@ -365,7 +365,7 @@ def test_no_counter_falls_when_the_process_that_shows_it_is_started_again(tmp_pa
     with closing(open_store(f"sqlite:///{tmp_path / 'load.db'}", "d")) as opened:
         opened.prune(before_time=NOW + 1)  # samples are forgotten, what was counted is not
         for number in range(600):  # more than any view keeps
-            opened.add_event("plan", {"decision": "KEEP", "policy": "auto", "generation": number})
+            opened.add_event("plan", plan_event(generation=number))
         after = figures_in(text_of(opened))
 
     no_counter_fell(before, after)

@@ -31,6 +31,7 @@ from telemetry.state.runs import RankState, RunInfo
 from telemetry.state.store import StateStore
 from tests.support import two_ranks
 from tests.support.limits import NEVER_S
+from tests.support.plan_events import plan_event
 from tests.support.rank_reports import rank_report
 from tests.support.readings import read
 from tests.support.stores import MemoryStore
@@ -59,8 +60,8 @@ def store() -> Iterator[StateStore]:
     a_run(opened)
     opened.commit(FIRST, expected=None, reason="start")
     opened.append([sample(0, 0, [60, 20]), sample(1, 0, [20, 0])])
-    detail = {"decision": "MOVE", "reason": "worth it", "policy": "auto", "generation": 1}
-    opened.add_event("plan", detail | {"imbalance_before": 1.6, "imbalance_after": 1.0, "moves": 2})
+    plan = plan_event("MOVE", "worth it", imbalance_before=1.6, imbalance_after=1.0, moves=2)
+    opened.add_event("plan", plan)
     migration = build_migration(FIRST, SECOND, TOPOLOGY, plan_id=opened.next_plan_id())
     opened.publish(migration)
     opened.commit(SECOND, expected=1, plan_id=migration.plan_id, reason="drift")

@@ -232,6 +232,15 @@ def test_command_writes_both_files_or_reports_that_it_cannot(tmp_path: Path) -> 
     assert (refused.exit_code, "cannot be written" in refused.stderr) == (2, True)
 
 
+def test_dashboard_never_replaces_a_full_device(tmp_path: Path) -> None:
+    (tmp_path / "eplb-dashboard.json").symlink_to("/dev/full")
+    refused = CliRunner().invoke(app, ["observability", str(tmp_path)])
+
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "eplb-dashboard.json cannot be written: No space left on device" in refused.stderr
+    assert not (tmp_path / "eplb-alerts.yaml").exists()
+
+
 def promtool(*arguments: str, text: str | None = None) -> None:
     found = shutil.which("promtool")
     if found is None:

@@ -13,6 +13,7 @@ from api.monitor.state import Grade, Reading
 from telemetry.state.events import STOPPED, Outage, outage_of
 from telemetry.state.runs import HAS_ENDED
 from telemetry.state.store import StateStore
+from tests.support.plan_events import recovery_event
 from tests.support.rank_reports import rank_report
 from tests.support.stores import MemoryStore, StoreClock
 from tests.support.two_ranks import UNEVEN, begin_run, sample
@@ -122,7 +123,7 @@ def test_restart_of_all_ranks_is_told_with_the_reason_why_survivors_do_not_serve
     told = f"ranks lost: 1; all ranks start again: {missing}"
     serve(store, "a", range(10), START)
     clock.now = START + 10
-    store.add_event("recovery", {"survivors": [0], "reason": "rank 1 died"})
+    store.add_event("recovery", recovery_event("rank 1 died"))
     store.note_restart("a", [1], missing)
     store.add_event("error", {"where": "ranks", "message": KILLED})
     clock.now = START + 12

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,11 +20,13 @@ from eplb.core.topology import Topology
 from eplb.errors import BrokenGroup, ConfigError, EplbError, GroupChanges, RankError
 from eplb.migration.build import Pace
 from rebalance.rank.rank import Rank
+from rebalance.rank.watcher import Watcher
 from rebalance.swap.swapper import StepFigures
 from runtime.experts import ExpertSchema
 from runtime.streams import Completion
 from telemetry.state.live import Control
 from tests.support.agent_group import AGENT_THREADS, AgentGroup, held_in, records_of
+from tests.support.local_group import LocalVotes
 
 NUM_LAYERS, NUM_EXPERTS = 3, 4
 SCHEMA = ExpertSchema.swiglu(hidden=8, intermediate=4)
@@ -252,6 +255,24 @@ def test_rank_that_reads_the_halt_late_halts_at_the_step_of_the_others() -> None
     assert [2 + steps[0], *steps[1:]] == [4] * 4, "the vote of step 0, and one interval"
 
 
+def test_halt_that_is_asked_for_while_a_rank_enters_a_group_is_heard(group: Group) -> None:
+    """A signal comes at any moment, the middle of ``enter`` among them."""
+    rank, clock = group.agents[0], group.clocks[0]
+
+    class Signalled(Watcher):
+        def __init__(self, *given: Any) -> None:
+            rank.request_halt()
+            super().__init__(*given)
+
+    rank.leave()
+    rank.new_watcher = Signalled
+    alone = replace(rank.group, votes=LocalVotes(1).member(0))
+    rank.enter(alone, rank.placement, rank.sources, step=clock.steps)
+    rank.start()
+
+    assert [group.step([0]) for _ in range(4)][-1] == [False]
+
+
 def leave(group: Group, ranks: range) -> list[int | None]:
     """Step until a rank leaves the group, or for 20 steps; each rank's step at its leave."""
     left: list[int | None] = [None] * 4
@@ -355,6 +376,27 @@ def test_wait_for_a_device_or_an_exchange_ends_when_a_peer_is_dead(group: Group)
             survivor.wait(Stuck())
         with pytest.raises(BrokenGroup, match=r"rank 3 died.*step 0"):
             survivor.wait_for_exchange(Abandoned())
+
+
+class Reset(Abandoned):
+    """An exchange that ended by an error of the transport."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("[../third_party/gloo/pair.cc:534] Connection reset by peer [::1]:4711")
+
+
+def test_exchange_that_the_transport_breaks_is_a_broken_group_for_any_dispatcher(
+    group: Group,
+) -> None:
+    """The connection may close before the death is known."""
+    group.step()
+    expected = "^rank 0: the exchange of tokens of step 0 failed, a peer is dead .*: Connection"
+
+    with pytest.raises(BrokenGroup, match=expected):
+        group.agents[0].wait_for_exchange(Reset())
 
 
 def at_once(group: Group, call: Callable[[Rank], object]) -> list[str]:

@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import PrefixStore
 from eplb.core.load import LoadSample
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
-from eplb.errors import RankError, StaleGeneration
+from eplb.errors import BrokenGroup, RankError, StaleGeneration
 from eplb.migration.build import Pace, build_migration
 from eplb.migration.recovery import Recovery
 from rebalance.assembly.config import RankConfig
@@ -78,12 +78,9 @@ class Tokens:
     def exchange(self, agent: Rank) -> None:
         self.steps += 1
         given, received = torch.ones(NUM_RANKS), torch.zeros(NUM_RANKS)
-        try:
-            work = dist.all_to_all_single(received, given, group=self._group, async_op=True)
-            assert work is not None
-            agent.wait_for_exchange(work)
-        except RuntimeError as exc:
-            raise RankError(f"the exchange failed: {exc}") from exc
+        work = dist.all_to_all_single(received, given, group=self._group, async_op=True)
+        assert work is not None
+        agent.wait_for_exchange(work)
 
 
 class Sink:
@@ -180,7 +177,7 @@ class Ranks:
         try:
             while agent.step():
                 tokens.exchange(agent)
-        except RankError:
+        except BrokenGroup:
             if rank == self.dies_agreed:
                 recover(agent, store, deadlines=FAR_OFF)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -15,6 +15,7 @@ from telemetry.load.reporter import Reporter
 from telemetry.state.clock import MEASURED_EVERY_S, StoreClock
 from telemetry.state.store import StateStore
 from tests.support.limits import NEVER_S
+from tests.support.plan_events import recovery_event
 from tests.support.rank_reports import rank_report
 from tests.support.stores import MemoryStore
 from tests.support.two_ranks import UNEVEN, begin_run, sample
@@ -119,7 +120,7 @@ def test_rank_whose_clock_is_off_changes_neither_verdict_nor_windows(
     store = MemoryStore("d", clock=times[0].true)
     begin_run(store, "a", NOW, window_seconds=window_seconds)
     store.acquire_lease("one", 60.0)
-    store.add_event("recovery", {"reason": "rank 1 died before"})
+    store.add_event("recovery", recovery_event("rank 1 died before"))
     ranks = [rank_on(store, rank, time) for rank, time in enumerate(times)]
     arrivals = Arrivals(store, StoreClock(store, monotonic=times[0].monotonic))
     for window in range(12):

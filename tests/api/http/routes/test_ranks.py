@@ -13,6 +13,8 @@ from api.access.audit import Audit
 from api.app import create_app
 from api.cli.main import app
 from api.http.problems import ProblemType
+from api.operations import ranks, watching
+from api.operations.commands import Answer
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
 from eplb.core.topology import Topology
@@ -25,6 +27,16 @@ from tests.support.stores import MemoryStore
 
 PATH = "/api/v1/ranks"
 WHY = {"reason": "change 4711"}
+
+
+def test_ranks_that_joined_between_two_answers_are_left_out_of_the_command() -> None:
+    views = [{"rank": 0, "step": 7}, {"rank": 1, "step": 7}]
+    held = [{"rank": 1, "experts": 3}, {"rank": 2, "experts": 4}]
+    bodies = {watching.state: {"run": "a", "ranks": views}, ranks.ranks: {"ranks": held}}
+
+    found = ranks.ask_for_ranks(lambda route, **_: Answer(200, bodies[route]))
+
+    assert found.body == [{"rank": 1, "step": 7, "experts": 3}]
 
 
 def states(answer: httpx.Response) -> list[str]:

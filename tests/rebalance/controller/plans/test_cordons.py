@@ -161,6 +161,21 @@ def test_approval_of_a_drain_needs_no_word_on_what_it_costs(deployment: Deployme
     assert held(deployment.swap().target, 2) == [EMPTY] * 3
 
 
+def test_drain_replaces_an_older_proposal_that_drains_nothing(deployment: Deployment) -> None:
+    store, controller = deployment.store, deployment.controller(stage="propose")
+    deployment.decide_on(controller, SKEWED)
+    store.change_live({"cordons": "2:drain"}, reason="change 4711")
+    for _ in range(2):
+        deployment.decide_on(controller, SKEWED)
+
+    older, drains = store.proposals()
+    assert (older.state, older.ended_by) == ("rejected", "controller")
+    assert older.end_reason == "a rank was ordered to be drained since, and keeps experts in it"
+    assert (drains.state, drains.trigger) == ("open", "drain")
+    worked_off(deployment, "approve", proposal=drains.id, by="alice", reason="go")
+    assert held(deployment.swap().target, 2) == [EMPTY] * 3
+
+
 def test_uncordoned_rank_takes_experts_again(deployment: Deployment) -> None:
     controller, drained = deployment.controller(), []
     for cordons in ("2:drain", ""):
