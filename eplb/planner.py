@@ -144,10 +144,7 @@ def plan_for(problem: Problem, policy: str) -> Plan:
     is_searched = policy in ON_WINDOWS and (current is None or bool((serving.score > least).any()))
     if is_searched and sum_serves(problem):
         problem = replace(problem, on_sum=True)
-    proposed, curve = _proposed(problem, policy, serving, forced)
-    is_compared = current is not None or problem.dispatch.by_rank or problem.on_sum
-    if policy == "auto" and is_compared:
-        proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
+    proposed, curve = _compared(problem, policy, serving, forced)
     assert not illegal_layers(problem, proposed.placement).any(), "policies keep to ranks and slots"
     why_not = violations[min(violations)] if violations else None
     lost = lost_tokens(problem, base) if why_not else 0.0
@@ -219,6 +216,24 @@ def _plan_of(
     )
 
 
+def _compared(
+    problem: Problem, policy: str, serving: Option, forced: BoolArray
+) -> tuple[Option, BalanceCurve]:
+    """The policy's placement, no worse than easy plans, nor for a slot more than it needs."""
+    proposed, curve = _proposed(problem, policy, serving, forced)
+    by_rank, is_anew = problem.dispatch.by_rank, problem.current is None
+    if policy == "auto" and (not is_anew or by_rank or problem.on_sum):
+        proposed, curve = _with_easy_layers(problem, serving, proposed, curve, forced)
+    fewer = _with_fewer_slots(problem)
+    if fewer is None or not (policy == "fresh" or (policy == "auto" and is_anew)):
+        return proposed, curve
+    other, _ = _compared(fewer, policy, serving, forced)
+    gain = cost_of(problem, serving, proposed) - cost_of(problem, serving, other)
+    if by_rank or problem.max_moves is not None:  # layers depend on each other
+        gain[:] = gain.sum()
+    return proposed.with_layers(other, gain > ROUNDING), curve
+
+
 def _proposed(
     problem: Problem, policy: str, serving: Option, forced: BoolArray
 ) -> tuple[Option, BalanceCurve]:
@@ -244,13 +259,6 @@ def _proposed(
     if not _splits(problem, policy):
         return proposed, curve
     proposed = with_shares(problem, proposed)
-    is_fresh = policy == "fresh" or (policy == "auto" and problem.current is None)
-    if is_fresh and (fewer := _with_fewer_slots(problem)) is not None:
-        other, _ = _proposed(fewer, policy, serving, forced)
-        better = other.score < proposed.score - ROUNDING
-        if by_rank:
-            better[:] = other.score.sum() < proposed.score.sum() - ROUNDING
-        proposed = proposed.with_layers(other, better)
     if problem.current is None:
         return no_worse_than(problem, serving, proposed), curve
     return without_losses(problem, serving, proposed, forced), curve
@@ -260,11 +268,12 @@ def _with_fewer_slots(problem: Problem) -> Problem | None:
     """The problem without one slot of each rank; None where a plan for it cannot be better.
 
     By time a replica costs a reading of weights, and the search takes few away. By tokens a slot
-    more makes a plan worse by chance alone, where there are few.
+    more makes a plan worse by chance alone, where there are few. Of plans on the sum the windows
+    would choose the one that fits their chance, which makes the next ones worse.
     """
     room = np.maximum(problem.room - 1, 0)
     is_of_use = problem.objective == "time" or problem.topology.num_slots <= FEW_SLOTS
-    if not is_of_use or room.sum(axis=1).min() < problem.num_experts:
+    if not is_of_use or problem.on_sum or room.sum(axis=1).min() < problem.num_experts:
         return None
     if problem.constraints.binds_experts:
         return None
@@ -320,7 +329,7 @@ def _with_easy_layers(
         if not layers.size:
             break
         part, base = problem.of_layers(layers), serving.of_layers(layers)
-        easy, _ = _proposed(part, policy, base, forced[layers])
+        easy, _ = _compared(part, policy, base, forced[layers])
         other = proposed.with_part(easy, layers)
         now, then = (cost_of(problem, serving, it) for it in (proposed, other))
         if is_chained or problem.max_moves is not None:

@@ -6,7 +6,8 @@
 drained rank, several windows, and something that serves or nothing. ``auto`` is compared with the
 fresh and the greedy plan, by imbalance (or time) and the price of moves, as the planner counts.
 
-*slots*: fresh plans over n + 1 slots a rank, compared with the plan over n and the rest empty.
+*slots*: fresh plans over n + 1 slots a rank, compared with the plan over n and the rest empty, by
+the windows, which a plan on their sum did not see.
 
 A row has the problems, those behind by more than 0.002 of the price, the worst, and its seed.
 """
@@ -122,8 +123,10 @@ def slot_rows(seeds: range) -> Iterator[Row]:
     """A plan over one slot more a rank beside that over fewer."""
     for seed, objective in product(seeds, get_args(Objective)):
         pair = over_slots(seed, objective)
-        own, limit = (float(score_of(pair[0], plan_for(it, "auto").target).mean()) for it in pair)
-        yield f"one slot more, {objective}", seed, own / limit - 1.0
+        plans = [plan_for(it, "auto") for it in pair]
+        own, limit = (float(score_of(pair[0], it.target).mean()) for it in plans)
+        on_sum = ", on the sum" if plans[0].problem.on_sum else ""
+        yield f"one slot more, {objective}{on_sum}", seed, own / limit - 1.0
 
 
 def show(rows: list[Row]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import inf
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -137,13 +138,13 @@ def test_plan_over_one_slot_more_is_no_worse_than_one_that_leaves_it_empty(
 
 @pytest.mark.slow
 def test_no_plan_over_one_slot_more_is_worse_in_400_problems() -> None:
-    for seed in range(200):
-        for objective in ("tokens", "time"):
-            more, fewer = over_slots(seed, objective)
-            own, limit = (
-                score_of(more, plan_for(it, "auto").target).mean() for it in (more, fewer)
-            )
-            assert own <= 1.002 * limit, (seed, objective)
+    for seed, objective in product(range(200), get_args(Objective)):
+        pair = over_slots(seed, objective)
+        own, limit = (plan_for(it, "auto") for it in pair)
+        if own.problem.on_sum:  # what windows prefer is chance there
+            continue
+        scores = [score_of(pair[0], it.target).mean() for it in (own, limit)]
+        assert scores[0] <= 1.002 * scores[1], (seed, objective)
 
 
 def test_gain_on_requests_that_span_windows_counts_less(monkeypatch: pytest.MonkeyPatch) -> None:
