@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import eplb
-import simulations
 from eplb.errors import ConfigError
 from eplb.policies.table import POLICIES, Policy, policy_named, register_policy
 
 RAW = "raw:"  # a policy without the planner's gate, budget and repair
 OF_A_FILE = re.compile(r"(?P<path>.+\.py):(?P<function>[A-Za-z_]\w*)")
-OURS = tuple(Path(one.__file__ or "").resolve().parent for one in (eplb, simulations))
+OURS = tuple(Path(file).resolve().parent for file in (eplb.__file__, __file__))
 
 
 def register_named(name: str) -> str:

@@ -567,8 +567,10 @@ def test_task_becomes_a_question_and_ends_with_its_outcome(url: str, process: St
         done = store.task(task.id)
         assert done is not None
         assert (question.task_id, question.is_dry) == (task.id, True)
-        figures = {"decision": "KEEP", "before": 1.4, "after": 1.4, "num_moves": 0}
-        assert done.result.detail == figures | {"reason": "it pays nothing", "dry_run": True}
+        renamed = {"imbalance_before": "before", "imbalance_after": "after", "moves": "num_moves"}
+        figures = {renamed.get(name, name): value for name, value in KEEP.items()}
+        assert (figures["before"], figures["after"], figures["num_moves"]) == (1.4, 1.4, 0)
+        assert done.result.detail == figures | {"dry_run": True}
         assert not list(store.events_backwards(("plan",))), "a dry run decides nothing"
 
 
