@@ -10,7 +10,7 @@ from typing import Any
 
 from api.monitor.history import History, HistoryMark, MarkKind
 from api.monitor.state import DecisionRecord
-from eplb.migration.recovery import Recovery
+from eplb.migration.recovery import Recovery, start_of
 from telemetry.state.events import (
     OF_RANKS,
     OUTCOME_OF_EVENT,
@@ -62,7 +62,7 @@ class DecisionLog:
                     if is_it and one.outcome == "committed":
                         promised, given = judged.promised, judged.given
                         self._change(replace(one, gain_promised=promised, gain_realised=given))
-            case RunBegan(run=run):
+            case RunBegan(run=run) if start_of(run) == run:  # and not a group that goes on
                 self._mark(event, "restart", f"the ranks started: run {run}")
             case Recovery(reason=why):
                 self._mark(event, "death", why)

@@ -139,6 +139,8 @@ class LoadFold:
         self.run: RunLoad | None = None  # None: no run has begun
         self.outages, self.drift = OutageLog(), DriftWatch()
         self.earlier = Tally()  # counters of the ranks of earlier runs
+        self._in_earlier: set[str] = set()  # those runs: a look that fails is made again
+        self._has_minutes = history is None
 
     @property
     def info(self) -> RunInfo | None:
@@ -201,11 +203,15 @@ class LoadFold:
                     continue  # its samples are in no window of any reader
                 every_s = info.window_seconds
             self.read(every_s)
+            if info.run in self._in_earlier:
+                continue
             of_run = rank_tally(self._store.rank_states(info.run))
             of_run[("samples_stored",)] = sum(self._store.sample_counts(info.run).values())
             self.earlier.update(of_run)
-        if known is None:
+            self._in_earlier.add(info.run)
+        if not self._has_minutes:
             history.note_minutes(minute_scores(self._store, runs, clock() - KEPT_S))
+            self._has_minutes = True
 
     def read(self, every_s: float) -> None:
         """Read the samples of the run that are new.

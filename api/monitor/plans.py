@@ -7,6 +7,7 @@ store  --> the committed placement, the open migration, proposals
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from api.monitor.decisions import DecisionLog, drop_oldest
 from api.monitor.history import History
@@ -19,8 +20,9 @@ from api.monitor.state import (
 )
 from eplb.core.model import ModelShape
 from eplb.core.placement import Placement
-from eplb.decision.expert_times import chosen_curve
+from eplb.decision.expert_times import ExpertTimes, chosen_curve
 from eplb.decision.pace import PaceChange, pace_now
+from eplb.errors import StoreError
 from eplb.migration.build import Migration
 from rebalance.controller.plans.planner_request import curve_of
 from telemetry.state.events import Compiling, EnginePlans, Event, PlanEnd
@@ -59,9 +61,10 @@ class PlanFold:
                 self._engine_plans = ""
             case EnginePlans(reason=why):
                 self._engine_plans = why
-            case PlanEnd() as end if event.kind == "commit" and end.plan_id > 0:
-                assert end.generation is not None, "a commit has a generation"
-                self._commits.setdefault(end.generation, (end, event.time))
+            case PlanEnd(generation=int(generation)) as end if (
+                event.kind == "commit" and end.plan_id > 0
+            ):
+                self._commits.setdefault(generation, (end, event.time))
                 drop_oldest(self._commits, KEPT_COMMITS)
             case Compiling() as compiling:
                 self._compiling = compiling, event.time
@@ -137,9 +140,11 @@ class PlanFold:
 
 def _expert_curve(asked: str, states: Sequence[RankState]) -> str:
     """Where the controller has the curve of the experts' time from, as it would now."""
-    measured = [one.expert_times for one in states]
-    known = [one for one in measured if one is not None]
-    _, source = chosen_curve(curve_of(asked), known)
+    measured: list[ExpertTimes] = []
+    for state in states:
+        with suppress(StoreError):  # of another version: the rank's other figures are shown
+            measured += filter(None, [state.expert_times])
+    _, source = chosen_curve(curve_of(asked), measured)
     return source
 
 

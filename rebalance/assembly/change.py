@@ -22,10 +22,14 @@ What a caller adds is who the members are, and from where experts come:
               record, the placement is    record is there since the
               the store's                 survivors have agreed
 
-What the store is told before the commit serves nobody: addresses, reports, proposals, and the
-record of survivors or of a start, which only keeps out what ranks of an older group still write.
-What fails before the commit changes nothing (``NotChanged``); what fails after it ends all ranks,
-which start from the store.
+Before the commit the store is told addresses, reports and proposals; at a death also the record of
+the survivors, with what they roll forward of an open plan, and at a start its run. These keep out
+what ranks of an older group still write, and name nothing that the members do not serve already.
+A step of a join or a leave that fails before the commit leaves the ranks as they were
+(``NotChanged``); after a death, and after the commit, all ranks start from the store.
+
+A start has another order, as its rank is made by then: compare, form, fill, prove. Those that join
+prove each other on threads before they plan.
 """
 
 from __future__ import annotations
@@ -281,7 +285,7 @@ class Change:
             record = replace(record, generation=rank.placement.generation)
             try:
                 commit_group(rank.store, self.survival, record, reason, self.is_recorded)
-            except StaleGeneration as exc:
+            except (StaleGeneration, RankError) as exc:  # nothing is written
                 refusal = str(exc)
         if refusals := [str(why) for _, why in self.group.gather(refusal) if why]:
             raise NotChanged(refusals[0])

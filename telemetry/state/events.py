@@ -52,7 +52,8 @@ OF_RANKS = "ranks"  # where a failure was: a rank has ended
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
 KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in
-RANKS_IN_WORDS = re.compile(r"\branks?:? (\d[\d,\- and]*)")  # "rank 3", "ranks: 0-7, 12"
+# "rank 3", "ranks: 0-7, 12", "ranks [3, 4]"
+RANKS_IN_WORDS = re.compile(r"\branks?:? \[?(\d[\d,\- and]*)")
 AUDIT_LINES = Table("audit_lines", is_ordered=True)  # number -> line
 
 T = TypeVar("T")
@@ -78,8 +79,10 @@ class Event:
     def is_about(self, rank: int) -> bool:
         """Whether it names a rank, as a fact or in its words."""
         detail = self.detail
-        lists = (detail.get(name, ()) for name in ("survivors", "lost", "ranks"))
-        if rank == detail.get("rank") or any(rank in ranks for ranks in lists):
+        lists = (detail.get(name) for name in ("survivors", "lost", "ranks", "joined", "left"))
+        if rank == detail.get("rank"):
+            return True
+        if any(rank in ranks for ranks in lists if isinstance(ranks, list | tuple)):
             return True
         words = " ".join(one for one in detail.values() if isinstance(one, str))
         named = " ".join(RANKS_IN_WORDS.findall(words))

@@ -370,7 +370,7 @@ def test_selection_focus_and_nodes_survive_updates(page: Any, store: StateStore)
     store.add_event("error", {"where": "here", "message": "seen with a later update"})
     page.locator("#anomalies-count", has_text="seen with a later update").wait_for()
 
-    assert "silent" in selected
+    assert "no-leader" in selected
     assert page.evaluate("getSelection().anchorNode.isConnected")
     assert page.evaluate("document.activeElement === document.querySelector('#chart svg')")
     assert page.evaluate("window.line.isConnected && window.entry.isConnected")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
+
+import pytest
 
 from api.monitor.counts import rank_tally
 from api.monitor.document import ORDER, StateDocument, document_of, state_in
+from api.monitor.history import History
 from api.monitor.journal import Journal
 from api.monitor.load import LoadFold
 from api.monitor.place import StoreFold
@@ -14,10 +18,11 @@ from api.monitor.plans import PlanFold
 from api.monitor.processes import ProcessFold
 from api.monitor.ranks import RankFold
 from api.processes.supervision import ProcessState, SupervisionView
+from eplb.errors import HistoryError
 from eplb.versions import HOST_CACHE, Announcement
 from telemetry.state.events import COMPILE, FAILED, Compiling, Failure
 from telemetry.state.live import LiveState
-from telemetry.state.runs import LEAST_SILENCE_S
+from telemetry.state.runs import EXPERT_TIMES, LEAST_SILENCE_S
 from telemetry.state.store import StateStore
 from tests.support.plan_events import plan_event
 from tests.support.rank_reports import rank_report
@@ -74,6 +79,46 @@ def test_store_that_was_full_counts_as_full_until_somebody_wrote_again(tmp_path:
     assert (still.store_full, silent.store_full) == ("no space", "no space")
     assert (fold.state("d", NOW + 3).store_full, fold.answered_s(NOW + 3)) == ("", 3.0)
     assert fold.state("d", NOW + LEAST_SILENCE_S).free_bytes is not None
+
+
+def test_commit_without_a_generation_is_passed_over_by_plans() -> None:
+    store, fold = a_store(), PlanFold(None)
+    store.add_event("commit", {"generation": None, "plan_id": 3, "reason": "damaged"})
+    store.add_event("commit", {"generation": 4, "plan_id": 4, "reason": "whole"})
+
+    for event in Journal(store).news():
+        fold.note(event)
+
+    assert [mark.generation for mark in fold.marks({})] == [4]
+
+
+def test_times_of_experts_that_cannot_be_read_hide_nothing_else_of_plans() -> None:
+    damaged = rank_report("a", 0, time=NOW, **{EXPERT_TIMES: 3})
+
+    state = PlanFold(None).state([damaged], LiveState(), None)
+
+    assert (state.phase, state.generation) == ("idle", None)
+    assert state.expert_curve == PlanFold(None).state([], LiveState(), None).expert_curve
+
+
+def test_look_at_earlier_runs_that_fails_and_is_made_again_counts_them_once() -> None:
+    store = a_store()
+    begin_run(store, at=NOW)
+    store.report(rank_report("a", 0, time=NOW, experts_moved=5))
+    fold = LoadFold(store, History(), None)
+    first = store.current_run()
+    assert first is not None
+    fold.follow(first, 1.0, store.backend.now)
+    store.begin_run(replace(first, run="b", topology={}))
+    latest = store.current_run()
+    assert latest is not None
+
+    for _ in range(3):
+        with pytest.raises(HistoryError):
+            fold.follow(latest, 1.0, store.backend.now)
+
+    assert fold.earlier["experts_moved",] == 5
+    assert fold.earlier == rank_tally(store.rank_states("a")) + Counter({("samples_stored",): 0})
 
 
 def test_plans_name_the_compiling_leader_and_no_other_holder() -> None:

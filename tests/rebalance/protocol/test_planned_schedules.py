@@ -16,9 +16,8 @@ FOUND_BY = {  # a schedule that finds it
     "left with experts": 28,
     "left on its own vote": 4,
 }
-# Found by none of the first 600 schedules; tests/rebalance/test_next_group.py has the rule itself.
-RARE = ("proposal of another base",)
-MOST_SEEDS = 6000  # that it may survive
+# No schedule of the first 650 finds it: test_next_group.py has a test of the rule, which it fails.
+FOUND_BY_A_TEST = ("proposal of another base",)
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +59,5 @@ def test_broken_rule_of_planned_changes_is_found(name: str) -> None:
     assert finds(name, FOUND_BY[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RARE)
-def test_broken_rule_of_planned_changes_that_is_seldom_wrong_is_found(name: str) -> None:
-    assert any(finds(name, seed) for seed in range(MOST_SEEDS))
-
-
 def test_every_mutant_of_planned_changes_is_looked_for() -> None:
-    assert {*FOUND_BY, *RARE} == set(MUTANTS_OF_PLANNED)
+    assert {*FOUND_BY, *FOUND_BY_A_TEST} == set(MUTANTS_OF_PLANNED)

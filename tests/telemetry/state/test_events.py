@@ -177,3 +177,19 @@ def test_decision_of_an_engine_without_a_window_is_read_by_the_same_class() -> N
 
     assert isinstance(decision, PlanDecision)
     assert (decision.moves_experts, decision.actor, decision.window) == (True, "engine", None)
+
+
+@pytest.mark.parametrize(
+    ("detail", "ranks"),
+    [
+        ({"ranks": [3]}, [3]),
+        ({"ranks": 3}, []),
+        ({"left": [2], "joined": [3]}, [2, 3]),
+        ({"reason": "ranks [1, 3] leave"}, [1, 3]),
+        ({"reason": "ranks 1-2 leave"}, [1, 2]),
+    ],
+)
+def test_event_is_about_the_ranks_that_it_names(detail: dict[str, Any], ranks: list[int]) -> None:
+    regrouped = event("regrouped", detail)
+
+    assert [rank for rank in range(4) if regrouped.is_about(rank)] == ranks
