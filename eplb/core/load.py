@@ -214,6 +214,7 @@ def history_of_figures(values: NDArray[Any]) -> LoadHistory:
 LARGEST_TOP_K = 64
 MOST_ROWS = 16  # layers for each expert
 FEWEST_FLAGS = 64  # figures that are 0 and 1 by no chance
+FEWEST_COUNTERS = 8  # figures that do not rise together by chance
 FEWEST_REPEATS = 3.0  # that chance makes in counts; none of them is evidence of ids
 MOST_EXPERTS = 4096  # of a layer; larger numbers are counts
 
@@ -250,11 +251,22 @@ def second_reading(values: NDArray[Any]) -> str:
     has_flags = values.size >= FEWEST_FLAGS and values.min() == 0 and values.max() == 1
     if has_flags and np.ptp(totals) == 0:
         return "is 0 and 1 alone, as many in each row: experts of tokens"
-    steps = np.diff(values.astype(np.float64), axis=0)
-    if len(steps) > 2 and values[0].size > 2 and steps.any() and (steps >= 0).all():
-        return "has no count that falls: counters since a start, not windows, their differences"
+    busy = values.any(axis=(1, 2))
+    steps = np.diff(values[busy].astype(np.float64), axis=0)
+    is_rise, is_change = (steps >= 0).all(axis=(1, 2)), steps.any(axis=(1, 2))
+    # A counter falls at a restart of its engine, and an empty poll is no window.
+    mostly = values[0].size >= FEWEST_COUNTERS and 2 * (is_rise & is_change).sum() > len(steps)
+    if len(steps) > 2 and values[0].size > 2 and is_change.any() and (is_rise.all() or mostly):
+        where = "" if is_rise.all() else " in most steps"
+        what = "counters since a start, not windows, their differences"
+        return f"has no count that falls{where}: {what}"
     if _reads_as_ids(values):
         return "has different numbers in each row: routing ids [tokens, layers, top-k]"
+    if not busy.all() and values.shape[2] > 1 and _reads_as_ids(values[busy]):
+        return (
+            "has different numbers in each row but those of 0: routing ids [tokens, layers, "
+            "top-k], padded with 0 in place of -1"
+        )
     return ""
 
 

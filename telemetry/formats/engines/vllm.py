@@ -109,8 +109,10 @@ class StepLines:
                     f"{self.options.num_redundant} as --redundant or the lines before"
                 )
             self.options = replace(self.options, num_redundant=redundant)
-        model = record.get("model", "")
-        self.model = model[:200] if isinstance(model, str) else ""
+        model, before = str(record.get("model") or "")[:200], self.model
+        if before and model not in ("", before):
+            raise HistoryError(f"{where} is of model {model}, expected {before} as lines before")
+        self.model = model or before
 
     def _take_map(self, table: NDArray[np.int64], where: str) -> None:
         """Take the number of experts of the first map, and check each; -1 excuses missing ones."""

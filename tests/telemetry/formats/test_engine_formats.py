@@ -213,6 +213,14 @@ def test_vllm_lines_are_folded_by_the_map_of_each_line(tmp_path: Path) -> None:
     assert found.current.placement.slot_to_expert[0].tolist() == [1, 0, 3, 2]
 
 
+def test_vllm_lines_of_a_second_model_are_refused(tmp_path: Path) -> None:
+    lines = VLLM_META, VLLM_STATS, VLLM_META | {"model": "other"}, VLLM_STATS | {"step": 9}
+    text = "".join(json.dumps(one) + "\n" for one in lines)
+
+    with pytest.raises(HistoryError, match="line 3 is of model other, expected m as lines before"):
+        read_load(one_file(tmp_path, "d.jsonl", text), NONE)
+
+
 def test_vllm_tokens_in_an_empty_slot_are_refused(tmp_path: Path) -> None:
     wrong = VLLM_STATS | {"p2l_map": [[0, 1, 2, -1], [0, 1, 2, 3]]}
 

@@ -169,6 +169,32 @@ def test_counters_that_never_fall_are_no_windows_unless_npy_is_named(tmp_path: P
     assert read_load(place(tmp_path, "w.npy", npy(windows)), NONE).history.num_windows == 6
 
 
+@pytest.mark.parametrize("empty", [[], [4]], ids=["a restart", "a restart and an empty poll"])
+def test_counters_that_a_restart_begins_anew_are_no_windows(
+    tmp_path: Path, empty: list[int]
+) -> None:
+    windows = np.random.default_rng(1).integers(1, 90, (12, 2, 8))
+    counters = np.concatenate([windows[:7].cumsum(axis=0), windows[7:].cumsum(axis=0)])
+    counters[empty] = 0
+
+    with pytest.raises(ConfigError, match="no count that falls in most steps: counters since"):
+        read_load(place(tmp_path, "c.npy", npy(counters)), NONE)
+    windows[1::2] = 0  # busy windows between idle ones
+    assert read_load(place(tmp_path, "w.npy", npy(windows)), NONE).history.num_windows == 12
+
+
+def test_routing_ids_that_are_padded_with_zeros_are_no_counts(tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).permuted(np.tile(np.arange(32), (512, 4, 1)), axis=2)[..., :8]
+    ids[200:260] = 0
+
+    with pytest.raises(ConfigError, match="padded with 0 in place of -1"):
+        read_load(place(tmp_path, "r.npy", npy(ids.astype(np.int64))), NONE)
+    with pytest.raises(
+        HistoryError, match=r"names experts .* expected different ones, -1 for padd"
+    ):
+        read_load(place(tmp_path, "r.npy", npy(ids.astype(np.int64))), NONE, "vllm-routing")
+
+
 def test_raw_routing_with_a_wrong_shape_names_the_token(tmp_path: Path) -> None:
     path = place(tmp_path, "r.bin", IDS.astype("<i4").tobytes())
     right = read_load(path, ReadOptions(num_layers=3, top_k=2))
