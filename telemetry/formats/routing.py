@@ -223,5 +223,5 @@ def _check_distinct(ids: NDArray[Any], path: Path) -> None:
         token, layer = wrong
         raise HistoryError(
             f"{path.name}: token {token}, row {layer} names experts {ids[token, layer].tolist()}, "
-            "expected different ones, -1 for padding: or they are counts, or layers and top-k differ"
+            "expected different ones, -1 for padding: or they are counts, or layers or top-k differ"
         )
