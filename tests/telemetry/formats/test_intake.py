@@ -189,9 +189,7 @@ def test_routing_ids_that_are_padded_with_zeros_are_no_counts(tmp_path: Path) ->
 
     with pytest.raises(ConfigError, match="padded with 0 in place of -1"):
         read_load(place(tmp_path, "r.npy", npy(ids.astype(np.int64))), NONE)
-    with pytest.raises(
-        HistoryError, match=r"names experts .* different ones, -1 for padding"
-    ):
+    with pytest.raises(HistoryError, match=r"names experts .* different ones, -1 for padding"):
         read_load(place(tmp_path, "r.npy", npy(ids.astype(np.int64))), NONE, "vllm-routing")
 
 
