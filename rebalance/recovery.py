@@ -51,7 +51,6 @@ class Deadlines:
     # time that their group is broken, and all of them are started again.
     reports_s: float = 5.0
     store_s: float = 20.0  # for a store that fails, in all
-    group_s: float = 20.0  # for the new group, and for its vote
 
 
 def recover(

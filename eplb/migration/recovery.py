@@ -43,7 +43,10 @@ class SurvivorReport:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The state that all survivors and the store agree on after a death; one per membership."""
+    """The state of a group that follows another one, after a death or as planned.
+
+    The store has one for each membership.
+    """
 
     membership: int  # the survivors' group's; grows with each death and each start
     run: str

@@ -73,7 +73,7 @@ def join_survivors(
         RankError: there was no agreement, or twice no group of the same survivors.
     """
     tried = frozenset[int]()
-    while True:  # ends: each turn but the first leaves a rank out
+    while True:  # ends: a turn leaves a rank out, or is the second of the same ranks
         record = recover(rank, rank.store)
         stages.end("agree")
 

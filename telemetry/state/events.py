@@ -48,7 +48,7 @@ RESTART = "restart"  # kind: survivors cannot serve on, and all ranks start agai
 ENGINE_PLANS = "engine_plans"  # kind: an engine's own balancer plans, or its plug-in does again
 REGROUPED = "regrouped"  # kind: ranks joined or left as planned
 OF_RANKS = "ranks"  # where a failure was: a rank has ended
-# Stages of the first and the last, until the end of the first pass; their seconds are its detail.
+# Stages of MEMBERSHIP and REGROUPED, until the end of the first pass; the detail has their seconds.
 SERVE_ON_STAGES = ("agree", "group", "map", "refill", "commit", "serve", "first pass")
 
 KEPT_OUTAGES_S = 7 * 86_400.0  # longer than samples that an outage is found in

@@ -93,7 +93,7 @@ class RankState:
     mover_failures: int = 0
     progress_age_s: float = 0.0  # since the last progress of the thread with the least
     progress_of: str = ""  # that thread, and its work
-    # Programs read what is named above; the rest is for people (bytes by source, swap pauses, ...).
+    # What ``RankFigures`` names, and what only people read.
     detail: Details = field(default_factory=dict)
 
     @cached_property
