@@ -448,12 +448,12 @@ def run_ranks(
         say(f"{refusal}; trying again once {files} changes")
         heart.stop()
         heart.start()
-        found = launch.reread.wait_for_start(refusal, files, waits, stop, notifier.alive)
+        changed = launch.reread.wait_for_start(refusal, files, waits, stop, notifier.alive)
         heart.stop()
-        if found is None:
+        if changed is None:
             heart.retire()
             return 128 + stop.received
-        return run_ranks(replace(launch, deployment=found), supervision, say, keeps=True)
+        return run_ranks(replace(launch, deployment=changed), supervision, say, keeps=True)
 
     while True:
         files = launch.start_files()

@@ -134,10 +134,10 @@ def run_host_cache(
             waits = WaitReports(
                 f"host cache of host {host}", partial(_note_wait, deployment, host), notifier, say
             )
-            found = reread.wait_for_start(str(exc), files, waits, stop, notifier.alive)
-            if found is None:
+            changed = reread.wait_for_start(str(exc), files, waits, stop, notifier.alive)
+            if changed is None:
                 return
-            deployment = found
+            deployment = changed
     settings, place = deployment.host_cache, place_of_records(deployment.name, deployment.secret)
     with closing(build_engine_records(settings, place, server=server)) as records:
         say(

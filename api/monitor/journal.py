@@ -12,7 +12,7 @@ from telemetry.state.store import StateStore
 KEPT_EVENTS = 1000
 
 
-class Journal:
+class EventFeed:
     """Follows the events of a store. Its owner serialises calls."""
 
     def __init__(self, store: StateStore) -> None:

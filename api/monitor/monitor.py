@@ -6,7 +6,7 @@ does not fit ends no refresh; the controller reports what was wrong with it.
 
     StateStore -> refresh() -> folds, one a question -> reading() -> every view
 
-    what happened         Journal       journal.py
+    what happened         EventFeed     journal.py
     the store itself      StoreFold     place.py
     ranks and groups      RankFold      ranks.py
     load and outages      LoadFold      load.py
@@ -28,7 +28,7 @@ from api.monitor import KEPT_WINDOWS
 from api.monitor.anomalies import AnomalyLog
 from api.monitor.counts import EventTally, Tally, rank_tally
 from api.monitor.history import History, HistoryMark, HistoryPoint
-from api.monitor.journal import Journal
+from api.monitor.journal import EventFeed
 from api.monitor.load import LoadFold
 from api.monitor.place import StoreFold
 from api.monitor.plans import PlanFold
@@ -71,7 +71,7 @@ class Monitor:
         self.store, self.anomalies = store, AnomalyLog()
         self.clock, self.supervision = clock or StoreClock(store), supervision
         self._lock = threading.RLock()
-        self._journal, self._place = Journal(store), StoreFold(folder)
+        self._journal, self._place = EventFeed(store), StoreFold(folder)
         self._ranks, self._processes = RankFold(), ProcessFold()
         self._load, self._plans = LoadFold(store, history, latest), PlanFold(history)
         self._tally = EventTally()

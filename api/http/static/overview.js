@@ -20,7 +20,7 @@ function showSummary(state) {
   figures($("summary"), [
     ["imbalance now", score ? score.measured.toFixed(2) : none, "busiest rank over mean, 1.00 is perfect"],
     ["unbalanced", score ? score.contiguous.toFixed(2) : none,
-      score ? `start placement: imbalance is ${Math.abs(gain)} % ${gain < 0 ? "higher" : "lower"} now` : "start placement, same window"],
+      score ? `start placement: imbalance is ${gain ? `${Math.abs(gain)} % ${gain < 0 ? "higher" : "lower"}` : "the same"} now` : "start placement, same window"],
     ["doing", ...doing(state)],
     ["last rebalance", ...brought(state)],
     ["ranks that report", `${alive} of ${expected}`,

@@ -386,6 +386,12 @@ def test_selection_focus_and_nodes_survive_updates(page: Any, store: StateStore)
     assert page.evaluate("getSelection().toString()") == selected
 
 
+def test_load_of_the_start_placement_is_told_as_the_same_imbalance(page: Any) -> None:
+    page.locator("#chart .measured[d]").wait_for(state="attached")
+
+    page.get_by_text("start placement: imbalance is the same now").wait_for()
+
+
 def test_range_is_chosen_by_a_button_and_is_the_address(page: Any) -> None:
     page.get_by_role("button", name="24 h").click()
     page.wait_for_url("**#range=86400")

@@ -11,7 +11,7 @@ import pytest
 from api.monitor.counts import rank_tally
 from api.monitor.document import ORDER, StateDocument, document_of, state_in
 from api.monitor.history import History
-from api.monitor.journal import Journal
+from api.monitor.journal import EventFeed
 from api.monitor.load import LoadFold
 from api.monitor.place import StoreFold
 from api.monitor.plans import PlanFold
@@ -40,7 +40,7 @@ def a_store() -> StateStore:
 def test_journal_gives_each_event_once_and_counts_one_without_its_fields() -> None:
     store = a_store()
     store.add_event(FAILED, Failure("here", "first"))
-    journal = Journal(store)
+    journal = EventFeed(store)
     assert [one.kind for one in journal.news()] == [FAILED]
 
     store.add_event(FAILED, {"where": "here"})
@@ -86,7 +86,7 @@ def test_commit_without_a_generation_is_passed_over_by_plans() -> None:
     store.add_event("commit", {"generation": None, "plan_id": 3, "reason": "damaged"})
     store.add_event("commit", {"generation": 4, "plan_id": 4, "reason": "whole"})
 
-    for event in Journal(store).news():
+    for event in EventFeed(store).news():
         fold.note(event)
 
     assert [mark.generation for mark in fold.marks({})] == [4]
